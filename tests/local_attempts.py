@@ -12,7 +12,7 @@ from rlframe.attempts.engines import Ask
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.runner import Ended, Runner, State
 from rlframe.attempts.turns import Sides, Task
-from rlframe.types.rollout import Completion, GenerationRequest, Rollout, SamplingParams
+from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout, SamplingParams, members
 
 
 class Observing:
@@ -134,8 +134,8 @@ class LocalAttempts(Attempts):
             self._kept |= {each.group.id: each for each in self.look(wait_s=1.0)}
         return {name: self._aside.pop(name) for name in names}
 
-    def score(self, rollouts: list[Rollout]) -> None:
-        for rollout in rollouts:
+    def score(self, groups: list[Group]) -> None:
+        for rollout in members(groups):
             self._score(rollout)
 
     def state(self) -> State:

@@ -1,6 +1,6 @@
 """Makes config and tokenizer of the embedded models; their weights come from the supervised recipes.
 
-    python examples/embedded_model/make_tokenizer.py FOLDER            for qwen3_moe_tiny
+    python examples/embedded_model/make_tokenizer.py FOLDER            for qwen3_moe_tiny and qwen3_moe_tiny_reasoning
     python examples/embedded_model/make_tokenizer.py FOLDER --tools    for qwen3_moe_tiny_tools
 
 One token per byte, so that any text can be written, plus special tokens: five, and three more for calls of tools.

@@ -49,7 +49,7 @@ class OnPolicyDistillationConfig(GroupNormalized, ClippedConfig):
         if self.reward_coefficient:
             check_groups(self, where=f" with reward_coefficient={self.reward_coefficient:g}")
         else:
-            refuse_changed(self, "kl_in_reward", "normalize_by", why="with reward_coefficient=0")
+            refuse_changed(self, "kl_in_reward", "normalize_by", "credit", why="with reward_coefficient=0")
 
 
 class OnPolicyDistillation(ClippedPolicyGradient[OnPolicyDistillationConfig]):

@@ -7,7 +7,7 @@ and is part of no statistic of rewards, as in TRL; the KL and entropy terms of t
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.algorithms.correction import CorrectionConfig, correct, weight_mean
+from rlframe.algorithms.credit import Credit, CreditConfig, turn_advantages
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.algorithms.requirements import Requirements, RunFacts
@@ -157,7 +158,10 @@ def refuse_changed(config: Any, *names: str, why: str) -> None:
     Raises:
         ValueError: `name has no effect why, got value; remove it`.
     """
-    defaults = {item.name: item.default for item in fields(config)}
+    defaults = {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(config)
+    }
     for name in names:
         if (value := getattr(config, name)) != defaults[name]:
             raise SettingError(name, f"has no effect {why}", got=value, hint="remove it")
@@ -170,6 +174,8 @@ class GroupNormalized:
 
     normalize_by: NormalizeBy = NormalizeBy.GROUP_STD
     """Divisor of the rewards after subtraction of their group's mean."""
+    credit: CreditConfig = field(default_factory=CreditConfig)
+    """Rule by which the turns of an attempt share what it has earned."""
 
 
 def check_groups(config: PolicyGradientConfig, *, where: str = "") -> None:
@@ -189,6 +195,10 @@ def check_groups(config: PolicyGradientConfig, *, where: str = "") -> None:
             why="in a group of one every advantage is 0",
         )
     by = config.normalize_by if isinstance(config, GroupNormalized) else None
+    if isinstance(config, GroupNormalized) and by is NormalizeBy.PART_STD and config.credit.by is not Credit.OUTCOME:
+        raise SettingError(
+            "normalize_by", f"must not be {by} with credit.by={config.credit.by}", why="turns have no parts of rewards"
+        )
     if config.kl_in_reward and by is NormalizeBy.PART_STD:
         raise SettingError(
             "kl_in_reward", f"has no effect with normalize_by={by}: the KL is not one of the reward's parts", got="true"
@@ -334,7 +344,17 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return torch.zeros(batch.num_tokens).masked_scatter_(on_scored, self.advantages(part))
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
-        """Returns [T] the rollout's group advantage on each of its sampled tokens: GRPO's, unless overridden."""
+        """Returns [T] GRPO's advantages, unless overridden: the rollout's group advantage on each of its sampled
+        tokens, or with `credit` that of each turn, or both (arXiv 2505.10978, equation 8)."""
+        assert isinstance(self.config, GroupNormalized)
+        credit = self.config.credit
+        if credit.by is Credit.OUTCOME:
+            return self.outcome_advantages(batch)
+        by_turn = turn_advantages(batch, self.kl_penalty(batch), credit, by=self.config.normalize_by)
+        return by_turn if credit.by is Credit.TURN else self.outcome_advantages(batch) + credit.weight * by_turn
+
+    def outcome_advantages(self, batch: Batch) -> Float[Tensor, " T"]:
+        """Returns [T] the rollout's group advantage on each of its sampled tokens."""
         assert isinstance(self.config, GroupNormalized)
         if self.config.normalize_by is NormalizeBy.PART_STD:
             parts, weights = rewards_by_part(batch)

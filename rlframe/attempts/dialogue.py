@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlframe.environments.config import Verdict
 from rlframe.types.messages import Message
 from rlframe.types.rollout import Rollout
+from rlframe.types.turn import TurnRecord, state_of_messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +28,33 @@ class Answer:
     """Reward of the turn."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the environment."""
+    malformed: tuple[str, ...] = ()
+    """Sentences about calls of tools that could not be read."""
+    calls: tuple[str, ...] = ()
+    """The CallEnd of each call, if the environment says."""
+    leads_to: str = ""
+    """Fingerprint of the state after the answer."""
 
     def note(self, rollout: Rollout) -> None:
         """Adds everything but the tokens to an attempt."""
+        record_turn(rollout, malformed=self.malformed, calls=self.calls, reward=self.reward, leads_to=self.leads_to)
         rollout.messages = [*rollout.messages, *self.messages]
         rollout.numbers = {**rollout.numbers, **self.numbers}
         if self.reward:
             rollout.credit(self.reward)
+
+
+def record_turn(rollout: Rollout, **seen: Any) -> None:
+    """Records the last response of an attempt, whose messages are those before it.
+
+    Args:
+        seen: further fields of the TurnRecord.
+    """
+    state = rollout.records[-1].leads_to if rollout.records else ""
+    if not rollout.records and rollout.messages:
+        state = state_of_messages(rollout.messages)
+    record = TurnRecord(finish_reason=str(rollout.finish_reason), state=state, **seen)
+    rollout.records = (*rollout.records, record)
 
 
 OVER = Answer(verdict=Verdict.TRAIN)

@@ -16,7 +16,7 @@ from rlframe.cluster.watch.activities import Activity
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Group, Rollout, SamplingParams
+from rlframe.types.rollout import Group, SamplingParams, members
 from rlframe.utils.errors import EngineDied, RlframeError, WeightSyncFailed, WorkerDied
 
 T = TypeVar("T")
@@ -130,6 +130,12 @@ class Attempts:
                 self._kept |= {ended.group.id: ended for ended in self.look(wait_s=POLL_S)}
         return {name: self._aside.pop(name) for name in names}
 
+    def have_ended(self, names: Collection[str]) -> bool:
+        """Looks once, and returns whether groups of tasks aside have ended, so that `finish` returns them at once."""
+        with self.waiting():
+            self._kept |= {ended.group.id: ended for ended in self.look(wait_s=0)}
+        return set(names) <= self._aside.keys()
+
     def task(
         self,
         group: Group,
@@ -219,22 +225,33 @@ class Attempts:
                 self._aside[ended.group.id] = ended
             else:
                 others.append(ended)
+        lost_by = list(self._known)
         for lost in news.lost:
-            self._revive(lost, self._activity)
+            self._revive(lost, lost_by[lost.engine], self._activity)
         if news.failure:
             raise news.failure
         return others
 
-    def score(self, rollouts: list[Rollout]) -> None:
-        """Fills the rewards of rollouts that were not attempted here."""
-        for rollout, scored in zip(rollouts, self._do(RunnerCalls.score, rollouts, doing="rewards"), strict=True):
-            rollout.reward, rollout.reward_parts = scored.reward, scored.reward_parts
-            rollout.reward_weights, rollout.reward_failed = scored.reward_weights, scored.reward_failed
+    def score(self, groups: list[Group]) -> None:
+        """Fills the rewards of groups that were not attempted here."""
+        judged = members(self._do(RunnerCalls.score, groups, doing="rewards"))
+        for rollout, scored in zip(members(groups), judged, strict=True):
+            rollout.take_rewards(scored)
 
     def audit(self) -> None:
         """Proves the engines' memory again, if it is due."""
         if self.rollout.audit is not None:
             self.rollout.retry_after_restart(self.rollout.audit)
+
+    def mend(self) -> list[int]:
+        """Restarts engines that have died, and gives their successors to the runner. Returns their indices.
+
+        Raises:
+            WorkerDied: no restart is left.
+        """
+        engines = self.rollout.mend()
+        self._attach()
+        return engines
 
     @contextmanager
     def between_responses(self) -> Iterator[None]:
@@ -367,8 +384,12 @@ class Attempts:
                 self._do(RunnerCalls.replace, engine, actor, doing="replacement of an engine")
                 self._known[engine] = actor
 
-    def _revive(self, lost: Lost, activity: Activity) -> None:
-        """Restarts a dead engine, unless a sync has done it meanwhile. Raises the reason if the engine is not dead."""
+    def _revive(self, lost: Lost, actor: Any, activity: Activity) -> None:
+        """Restarts a dead engine, unless that has been done meanwhile. Raises the reason if the engine is not dead.
+
+        Args:
+            actor: the actor that failed the call.
+        """
         rollout, engine = self.rollout, lost.engine
         try:
             rollout.workers.answer(lost.call[0], activity)
@@ -377,7 +398,7 @@ class Attempts:
             dead = isinstance(error, RayActorError) or isinstance(failure, EngineDied)
             if not dead or not isinstance(failure, WorkerDied):
                 raise failure from None
-            if rollout.workers.actors[engine] is self._known[engine]:
+            if rollout.workers.actors[engine] is actor:
                 rollout.replace_dead(engine, failure)
         self._attach()
 

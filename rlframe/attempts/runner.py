@@ -14,7 +14,7 @@ from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.turns import DONE, Progress, Sides, Task, Turns, WaitsFor
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.rollout.fleet.loads import Loads
-from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout
+from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout, members
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 
 logger = logging.getLogger(__name__)
@@ -225,9 +225,10 @@ class Runner:
         news.busy = [engine for engine, queue in enumerate(self._queues) if queue.is_busy]
         return news
 
-    async def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Fills the rewards of rollouts that were not attempted here."""
-        await asyncio.gather(*(self._sides.score(rollout) for rollout in rollouts))
+    async def score(self, groups: Sequence[Group]) -> None:
+        """Fills the rewards of groups that were not attempted here."""
+        await asyncio.gather(*(self._sides.score(rollout) for rollout in members(groups)))
+        await asyncio.gather(*(self._sides.score_group(group.rollouts) for group in groups))
 
     def warn(self, level: int, text: str) -> None:
         """Passes a message to the user on."""
@@ -275,6 +276,7 @@ class Runner:
         group = task.group
         await asyncio.gather(*(self._within_limits(task, *pair, engine) for pair in task.pairs() if not pair[1].ended))
         self._loads.finish(engine, load)
+        await self._sides.score_group(task.finished())
         del self._running[group.id]
         by_end = task.ends()
         kept = by_end.pop(DONE, [])

@@ -1,16 +1,19 @@
 """Judge: scores rollouts by the reward functions as they finish, from a thread of its own."""
 
 import asyncio
-import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 
+from rlframe.rewards.config import Per
 from rlframe.rewards.runner import RewardRunner
 from rlframe.types.rollout import Rollout
 from rlframe.utils.errors import RlframeError
 
 CLOSE_S = 5.0
 """Seconds that the reward workers may take to end."""
+Unit = Sequence[Rollout]
+"""Rollouts that are scored together."""
 
 
 class Judge:
@@ -19,60 +22,64 @@ class Judge:
     def __init__(self, rewards: RewardRunner, loop: asyncio.AbstractEventLoop):
         """Starts the thread. `rewards` belongs to it from then on."""
         self._rewards, self._loop = rewards, loop
-        self._inbox: deque[tuple[Rollout, asyncio.Future[None]]] = deque()
-        self._wakes, self._wake = os.pipe()
-        os.set_blocking(self._wakes, False)
+        self._inbox: deque[tuple[Unit, Per, asyncio.Future[None]]] = deque()
         self._error: RlframeError | None = None
         """The error that has ended the thread."""
         self._answers: dict[int, asyncio.Future[None]] = {}
+        """By the identity of the unit."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self._thread.start()
 
     async def score(self, rollout: Rollout) -> None:
-        """Fills the rewards of `rollout`.
+        """Fills what parts per attempt give to `rollout`.
 
         Raises:
             RewardError: the reward workers cannot be started, or a reward never works.
         """
+        await self._scored([rollout], Per.ATTEMPT)
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> None:
+        """Adds what parts per group give to the rollouts of a group, one for each attempt. Raises as `score`."""
+        await self._scored(list(rollouts), Per.GROUP)
+
+    async def _scored(self, unit: Unit, per: Per) -> None:
         if self._error:
             raise self._error
+        if not unit or not self._rewards.parts(per):
+            return
         answer: asyncio.Future[None] = self._loop.create_future()
-        self._inbox.append((rollout, answer))
-        os.write(self._wake, b"x")
+        self._inbox.append((unit, per, answer))
+        self._rewards.wake()
         await answer
 
     def close(self) -> None:
         """Ends the thread and the reward workers."""
         self._closed = True
-        os.write(self._wake, b"x")
+        self._rewards.wake()
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         try:
             while not self._closed:
                 self._submit()
-                for rollout in self._rewards.take(wake=self._wakes):
-                    self._loop.call_soon_threadsafe(settle, self._answers.pop(id(rollout)), None)
+                for unit in self._rewards.take():
+                    self._loop.call_soon_threadsafe(settle, self._answers.pop(id(unit)), None)
         except RlframeError as error:
             self._give_up(error)
         finally:
             self._rewards.close()
 
     def _submit(self) -> None:
-        while True:
-            try:
-                os.read(self._wakes, 1 << 16)
-            except BlockingIOError:
-                break
         new = [self._inbox.popleft() for _ in range(len(self._inbox))]
-        self._answers |= {id(rollout): answer for rollout, answer in new}
-        if new:
-            self._rewards.submit([rollout for rollout, _ in new])
+        self._answers |= {id(unit): answer for unit, _, answer in new}
+        for per in Per:
+            if units := [unit for unit, its, _ in new if its is per]:
+                self._rewards.submit(units, per)
 
     def _give_up(self, error: RlframeError) -> None:
         self._error = error
-        for answer in [*self._answers.values(), *(answer for _, answer in self._inbox)]:
+        for answer in [*self._answers.values(), *(answer for _, _, answer in self._inbox)]:
             self._loop.call_soon_threadsafe(settle, answer, error)
 
 

@@ -8,6 +8,7 @@ Routes and rewards of tokens are in addition, where there are any. Nothing is pi
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jaxtyping import Int
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Group, Rollout, members
+from rlframe.types.turn import TurnRecord
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files import whole_folder, writing
 from rlframe.utils.sealed import read_sealed, to_sealed
@@ -135,10 +137,23 @@ def _described(rollout: Rollout, prompts: _Table) -> dict[str, Any]:
         "messages": rollout.messages,
         "numbers": dict(rollout.numbers),
         "sequence": rollout.sequence,
+        **_turns_described(rollout),
         "reward_failed": bool(rollout.reward_failed),
         "parts": list(rollout.reward_parts),
         "weights": list(rollout.reward_weights),
     }
+
+
+def _turns_described(rollout: Rollout) -> dict[str, Any]:
+    """Returns what is known of turns, and of what went wrong. What is empty is left out."""
+    found = {
+        "records": [asdict(record) for record in rollout.records],
+        "first_turn": rollout.first_turn,
+        "ending": rollout.ending,
+        "turn_parts": {name: list(values) for name, values in rollout.turn_parts.items()},
+        "reward_troubles": dict(rollout.reward_troubles),
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def _arrays(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
@@ -222,12 +237,22 @@ def _rollout(described: Mapping[str, Any], prompts: Sequence[Prompt], arrays: _A
         messages=described.get("messages", []),
         numbers=described.get("numbers", {}),
         sequence=described.get("sequence", 0),
+        records=tuple(_record(record) for record in described.get("records", ())),
+        first_turn=described.get("first_turn", 0),
+        ending=described.get("ending", ""),
+        turn_parts=described.get("turn_parts", {}),
+        reward_troubles=described.get("reward_troubles", {}),
         token_rewards=arrays.take("token_rewards", length) if arrays.of("has_token_rewards") else None,
         reward=reward,
         reward_parts=dict(zip(parts, scores, strict=False)),
         reward_weights=dict(zip(weights, scores[len(parts) :], strict=True)),
         reward_failed=described["reward_failed"],
     )
+
+
+def _record(described: Mapping[str, Any]) -> TurnRecord:
+    lists = {name: tuple(described[name]) for name in ("malformed", "calls")}
+    return TurnRecord(**{**described, **lists})
 
 
 def _read_arrays(file: Path, digest: str) -> dict[str, np.ndarray]:

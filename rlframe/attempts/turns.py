@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from rlframe.attempts.dialogue import Dialogue, Open
+from rlframe.attempts.dialogue import Dialogue, Open, record_turn
 from rlframe.attempts.engines import names
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
@@ -130,9 +130,12 @@ class Task:
         assert isinstance(self.progress, list)
         self.group.rollouts.append(replace(rollout))
         self.progress.append(Progress(ended=FORKED))
-        messages, numbers, sequence = rollout.messages, rollout.numbers, rollout.sequence
+        known = {name: getattr(rollout, name) for name in ("messages", "numbers", "records")}
+        sequence, turns = rollout.sequence + 1, rollout.num_turns
         rollout.restart(input)
-        rollout.messages, rollout.numbers, rollout.sequence = messages, numbers, sequence + 1
+        for name, value in known.items():
+            setattr(rollout, name, value)
+        rollout.sequence, rollout.first_turn = sequence, turns
 
     def forget_earlier(self, rollout: Rollout) -> None:
         """Forgets the earlier sequences of an attempt, which begins again."""
@@ -145,6 +148,11 @@ class Task:
         for place in reversed(mine):
             del self.group.rollouts[place], self.progress[place]
 
+    def finished(self) -> list[Rollout]:
+        """Returns the last sequence of each attempt that became a rollout, in the order of sample indices."""
+        done = [rollout for rollout, progress in self.pairs() if progress.ended == DONE]
+        return sorted(done, key=lambda rollout: rollout.sample_index)
+
     def ends(self) -> dict[str, list[Rollout]]:
         """Returns the rollouts by the end of their attempts, in the order of sample indices and sequences. Earlier
         sequences get the reward of the last one."""
@@ -154,10 +162,14 @@ class Task:
         for sequences in by_attempt(rollout for rollout, _ in pairs):
             last = sequences[-1]
             for each in sequences[:-1]:
-                each.reward, each.reward_parts = last.reward, last.reward_parts
-                each.reward_weights, each.reward_failed = last.reward_weights, last.reward_failed
+                each.take_rewards(last)
+                each.records, each.ending = last.records, last.ending
             found.setdefault(ended[last.sample_index], []).extend(sequences)
         return found
+
+
+async def leave(rollouts: Sequence[Rollout]) -> None:
+    """Leaves rollouts as they are."""
 
 
 Sample = Callable[[GenerationRequest], Awaitable[Completion]]
@@ -197,7 +209,9 @@ class Sides:
     open: Open
     """Begins the dialogue of an attempt with its environment."""
     score: Callable[[Rollout], Awaitable[None]]
-    """Fills the rewards of a finished rollout."""
+    """Fills the rewards of a finished rollout, but those that compare it with others."""
+    score_group: Callable[[Sequence[Rollout]], Awaitable[None]] = leave
+    """Adds the rewards that compare the attempts of a group, each of which is one rollout, its last sequence."""
     host: Host | None = None
     """Runs agents, if sessions are such. There are no dialogues then."""
 
@@ -230,6 +244,9 @@ class Turns:
                     verdict = await self._converse(task, rollout, progress, sample)
             except SessionFailed as failure:
                 verdict, reason = self._after(failure, progress), DropReason.FAILED
+                rollout.ending = str(failure.trouble)
+                if rollout.num_turns > len(rollout.records):
+                    record_turn(rollout, trouble=str(failure.trouble))
             if verdict is Verdict.RETRY and progress.retries < self._config.max_retries + progress.neighbours:
                 progress.retries += 1
                 self.events[Event.RETRIED] += 1
@@ -326,6 +343,7 @@ class Turns:
         if answer.cut_off:
             return self._limit(rollout, Event.CUT_OFF)
         if answer.verdict:
+            rollout.ending = DONE
             return answer.verdict
         if progress.turn + 1 >= self._config.max_turns:
             return self._limit(rollout, Event.TOO_MANY_TURNS)
@@ -343,7 +361,7 @@ class Turns:
     def _limit(self, rollout: Rollout, event: Event) -> Verdict:
         """Ends an attempt at a limit, like one that reached max_tokens."""
         self.events[event] += 1
-        rollout.finish_reason = FinishReason.LENGTH
+        rollout.finish_reason, rollout.ending = FinishReason.LENGTH, str(event)
         return self._config.on_limit
 
     def _seed(self, task: Task, prompt_id: str, sample_index: int, turn: int) -> int:

@@ -20,7 +20,7 @@ from rlframe.attempts.runner import News, Runner, State
 from rlframe.attempts.scoring import Judge
 from rlframe.attempts.sessions.calls import Setup
 from rlframe.attempts.sessions.pool import SessionPool
-from rlframe.attempts.turns import Sides, Task
+from rlframe.attempts.turns import Sides, Task, leave
 from rlframe.cluster.worker import Worker
 from rlframe.data.config import DataConfig
 from rlframe.environments.base import Agent, find_environment
@@ -28,7 +28,7 @@ from rlframe.environments.config import EnvironmentConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
-from rlframe.types.rollout import Completion, GenerationRequest, Rollout
+from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout
 from rlframe.utils import outside
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class RunnerCalls(Protocol):
         """See Runner.hurry."""
         ...
 
-    def score(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Returns the rollouts with their rewards."""
+    def score(self, groups: list[Group]) -> list[Group]:
+        """Returns the groups with their rewards."""
         ...
 
     def replace(self, engine: int, actor: Any) -> None:
@@ -150,6 +150,7 @@ class RunnerWorker(Worker, RunnerCalls):
             sides = Sides(
                 decode=partial(decoded, words),
                 score=self._judge.score if self._judge else _nothing,
+                score_group=self._judge.score_group if self._judge else leave,
                 **self._others(setup, words),
             )
             return Runner(
@@ -220,10 +221,10 @@ class RunnerWorker(Worker, RunnerCalls):
                 logger.info("the environment printed: %s", line)
         return self._in_loop(self._runner.news(wait_s))
 
-    def score(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def score(self, groups: list[Group]) -> list[Group]:
         """See RunnerCalls."""
-        self._in_loop(self._runner.score(rollouts))
-        return rollouts
+        self._in_loop(self._runner.score(groups))
+        return groups
 
     def replace(self, engine: int, actor: Any) -> None:
         """See RunnerCalls."""

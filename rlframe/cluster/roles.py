@@ -6,6 +6,7 @@ from enum import StrEnum
 POLICY, ENGINES = "policy", "engines"
 
 CRITIC, TEACHER, TEACHER_ENGINES, REWARD_MODEL = "critic", "teacher", "teacher_engines", "reward_model"
+JUDGE_ENGINES = "judge_engines"
 """Names of the roles besides the policy and its engines; that of a trained model is its folder in a checkpoint, too."""
 
 

@@ -1,11 +1,13 @@
 """Datasets that are made, not read, by their names."""
 
-from rlframe.data import arithmetic, multiplication, reasoning_gym
+from rlframe.data import arithmetic, multiplication, reasoning_gym, reasoning_gym_homework, verifiers
 from rlframe.data.arithmetic import FORMER_NAMES, Split
 from rlframe.data.records import Record
 
 __all__ = ["FORMER_NAMES", "Split", "has", "has_own_problems", "records"]
 NAMES = (*arithmetic.NAMES, *multiplication.NAMES)
+PACKAGES = {module.PREFIX: module for module in (reasoning_gym, verifiers)}
+"""Modules that make the tasks of a package, by the beginning of their paths."""
 
 
 def has(path: str) -> bool:
@@ -15,11 +17,20 @@ def has(path: str) -> bool:
 
 def has_own_problems(path: str) -> bool:
     """Returns whether the dataset holds out problems of its own, unlike the others, which hold out the same ones."""
-    return path.startswith(reasoning_gym.PREFIX)
+    return path.startswith(tuple(PACKAGES)) or path == reasoning_gym_homework.NAME
+
+
+def short_name(path: str) -> str:
+    """Returns the name of a dataset of a package, without its settings. Empty for other paths."""
+    found = [module.parsed(path)[0] for prefix, module in PACKAGES.items() if path.startswith(prefix)]
+    return found[0] if found else ""
 
 
 def records(path: str, split: Split) -> list[Record]:
     """Returns the problems of one part of a dataset."""
-    if has_own_problems(path):
-        return reasoning_gym.records(path, split)
+    for prefix, module in PACKAGES.items():
+        if path.startswith(prefix):
+            return module.records(path, split)
+    if path == reasoning_gym_homework.NAME:
+        return reasoning_gym_homework.records(split)
     return (multiplication if path in multiplication.NAMES else arithmetic).records(path, split)

@@ -55,12 +55,12 @@ class DataConfig:
         str | list[str] | dict[str, float], PathText(), Range(above=0, maximum=10**9, note="the weight of a dataset")
     ] = "arithmetic"
     """One of the built-in `arithmetic`, `arithmetic_homework`, `arithmetic_preferences`, `arithmetic_unpaired`,
-    `arithmetic_answers`, `arithmetic_carries`, `multiplication` and `multiplication_homework`, tasks
-    `reasoning_gym:NAME` (see rlframe/data/reasoning_gym.py), a .jsonl, .json, .parquet or .txt file, a folder of
-    such files, or a Hugging Face dataset `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records,
-    chosen by the run's seed. A list of these is one dataset made of all, each record once per epoch. A mapping of
-    these to weights mixes them: the weights, whatever they add up to, are the shares of what is dealt, and each
-    dataset has epochs of its own."""
+    `arithmetic_answers`, `arithmetic_carries`, `multiplication`, `multiplication_homework` and
+    `reasoning_gym_homework`, tasks `reasoning_gym:NAME` or `verifiers:ID` (see rlframe/data/reasoning_gym.py and
+    verifiers.py), a .jsonl, .json, .parquet or .txt file, a folder of such files, or a Hugging Face dataset
+    `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's seed. A list of these is
+    one dataset made of all, each record once per epoch. A mapping of these to weights mixes them: the weights,
+    whatever they add up to, are the shares of what is dealt, and each dataset has epochs of its own."""
     evaluation_path: Annotated[str | None, PathText()] = None
     """Held-out records, in the same forms as one `path`. null holds out `evaluation_count` records of `path`, but at
     most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
@@ -189,7 +189,7 @@ class DataConfig:
         paths = [split_count(path)[0] for path in self._paths()]
         if self.evaluation_path is not None and self.evaluation_path not in paths:
             paths.append(self.evaluation_path)
-        short = [Path(path).stem or path for path in paths]
+        short = [builtin.short_name(path) or Path(path).stem or path for path in paths]
         return {path: name if short.count(name) == 1 else path for path, name in zip(paths, short, strict=True)}
 
     def _paths(self) -> list[str]:

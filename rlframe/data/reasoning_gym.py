@@ -41,7 +41,7 @@ def records(path: str, split: Split) -> list[Record]:
                 "answer": "" if entry["answer"] is None else str(entry["answer"]),
                 FIELD: {"name": name, "entry": entry},
             },
-            source=path,
+            source=name,
             where=f"{path} task {index}",
         )
         for index, entry in enumerate(made)

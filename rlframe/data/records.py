@@ -43,6 +43,9 @@ class Record:
     """Position for messages: `path:line` of a JSONL file, `path[index]` of other sources (index from 0)."""
     namespace: str = ""
     """Prefix that distinguishes the ids of several datasets. Empty if there is only one."""
+    task: str = ""
+    """Text that tells the record apart from others with the same prompt, so that one of them can be held out and
+    another one trained on: the task that an environment knows. Empty if the prompt says everything."""
 
     @property
     def names(self) -> str:

@@ -12,6 +12,7 @@ from rlframe.environments.config import EnvironmentConfig, Verdict
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason
+from rlframe.types.turn import CallEnd
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -58,6 +59,11 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are logged as the mean over attempts, each under `environment/NAME`. Those of later turns replace
     those of earlier ones."""
+    calls: Sequence[str] = ()
+    """The CallEnd of each call of a tool that the turn made, for rewards. Empty says nothing."""
+    state: str | None = None
+    """Name of the state in which the policy now is, such as a board or a page. Turns of one group in the same state are
+    compared with each other by `algorithm.credit.by=state`. None means that the messages say which state it is."""
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError if a field is not what it must be."""
@@ -72,6 +78,11 @@ class Step:
             raise TypeError(f"Step.metrics must be numbers by name, got {self.metrics!r:.80}")
         numbers = {name: number(f"Step.metrics[{name!r:.40}]", value) for name, value in self.metrics.items()}
         object.__setattr__(self, "metrics", numbers)
+        if isinstance(self.calls, str) or not isinstance(self.calls, Sequence):
+            raise TypeError(f"Step.calls must be a list of ends of calls, got {self.calls!r:.80}")
+        object.__setattr__(self, "calls", [CallEnd(end) for end in self.calls])
+        if not isinstance(self.state, str | None):
+            raise TypeError(f"Step.state must be text or None, got {self.state!r:.80}")
         if not (self.messages or self.is_over):
             raise ValueError("Step must have messages, or end the attempt with done=True")
 

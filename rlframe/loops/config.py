@@ -107,6 +107,10 @@ class EvaluationConfig:
     """Number of steps between two evaluations. 0 evaluates only before the first and after the last step."""
     max_tokens: Annotated[int, Range(1, 1 << 24)] | None = None
     """Greatest number of tokens of a response, online. null means the rollout's limit."""
+    num_engines: Annotated[int, Range(0, 4096, note="0: engines are shared")] = 0
+    """Number of the rollout.num_engines engines that evaluate and do nothing else, where engines sample while the
+    policy trains. They receive the weights of a step when its evaluation begins and keep them until it is done, so that
+    no weight sync waits for it. 0 shares the engines, under evaluation.share."""
     share: Annotated[float, Range(above=0, maximum=1)] = 0.25
     """Greatest fraction of the attempts under way that are of an evaluation, where engines sample while the policy
     trains (loop.max_policy_lag above 0 and cluster.colocate=false). Training goes on meanwhile. The next weight sync

@@ -12,13 +12,14 @@ from pathlib import Path
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
+from rlframe.attempts.mending import Mender
 from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.evaluate import EvaluationBeside, evaluate, evaluation_metrics
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.reporting.metrics import EVALUATED, rollout_metrics
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.loops.sampling.source import GroupSource
 from rlframe.loops.saving.checkpoints import Stage
@@ -125,6 +126,8 @@ class OnlineLoop(RolloutLoop):
     """Whether responses under way go on with new weights. Otherwise they are finished first."""
     evaluation_sampling: SamplingParams
     """Sampling parameters for held-out prompts."""
+    mender: Mender | None = None
+    """Brings engines back that die while the policy trains. None if they wait for the end of the step."""
     evaluation: EvaluationBeside | None = None
     """Evaluations during which training goes on. None if training waits for them."""
     probe: Probe | None = None
@@ -152,6 +155,7 @@ class OnlineLoop(RolloutLoop):
         """Returns also metrics of the engines and of the data."""
         metrics = super().describe(groups, synced)
         metrics |= self.rollout.metrics() | self.attempts.metrics() | self.leases.metrics()
+        metrics |= self.evaluation.metrics() if self.evaluation else {}
         return metrics | {"data/epoch": float(self.prompts.epoch)}
 
     def run_probe(self, step: int, *, log: bool = True) -> None:
@@ -176,6 +180,8 @@ class OnlineLoop(RolloutLoop):
         """Evaluates greedy responses to held-out prompts, or begins to, if training does not wait for it. Writes
         metrics, and numbers for the closing paragraph."""
         if self.evaluation:
+            if self.evaluation.step is not None:
+                self.finish_evaluation()
             self.evaluation.begin(step)
             if step == self.schedule.last_step:
                 self.finish_evaluation()
@@ -190,15 +196,16 @@ class OnlineLoop(RolloutLoop):
 
     def finish_evaluation(self) -> None:
         """Waits for the evaluation that is under way, if there is one, and writes its numbers."""
-        self._judge_evaluation(self._sampled_evaluation())
+        if self.evaluation and self.evaluation.step is not None:
+            self._judge_evaluation(self._sampled_evaluation())
         self.phase.next_step()
 
     def _sampled_evaluation(self) -> tuple[int, list[Rollout]] | None:
-        """Waits for the evaluation that is under way. Returns its step and responses, or None without one."""
-        if self.evaluation is None or (step := self.evaluation.step) is None:
-            return None
+        """Waits for the evaluation that is under way. Returns its step and responses, or None if it is left out."""
+        assert self.evaluation and (step := self.evaluation.step) is not None
         with self.phase("evaluation"):
-            return step, self.evaluation.finish()
+            rollouts = self.evaluation.finish()
+        return None if rollouts is None else (step, rollouts)
 
     def _judge_evaluation(self, sampled: tuple[int, list[Rollout]] | None) -> None:
         """Scores an evaluation, and writes its numbers as those of the step whose weights sampled it."""
@@ -206,7 +213,7 @@ class OnlineLoop(RolloutLoop):
             step, rollouts = sampled
             with self.phase("evaluation"):
                 metrics = evaluation_metrics(rollouts, self.scorer)
-            self._log_evaluation(step, metrics | {"evaluation/policy_version": float(step)}, rollouts)
+            self._log_evaluation(step, metrics | {EVALUATED: float(step)}, rollouts)
 
     def _log_evaluation(self, step: int, metrics: dict[str, float], rollouts: list[Rollout]) -> None:
         self.metrics.log_samples(step, rollouts)
@@ -216,14 +223,18 @@ class OnlineLoop(RolloutLoop):
         self.results["held_out_prompts"] = float(len(self.prompts.evaluation_prompts()))
 
     def save(self, step: int) -> None:
-        """See Loop. The checkpoint needs the numbers of the evaluation if they decide whether it is kept."""
-        if self.checkpoints.config.keep_best:
+        """See Loop. The checkpoint needs the numbers of the evaluation if they decide whether it is kept, or are of
+        weights that it does not have."""
+        if self.checkpoints.config.keep_best or (self.evaluation and self.evaluation.step not in (None, step)):
             self.finish_evaluation()
         super().save(step)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Syncs the policy's weights into the engines, after the evaluation of those before. Returns metrics."""
-        evaluated = self._sampled_evaluation()
+        """Syncs the policy's weights into the engines, after the evaluation of those before, unless it has engines of
+        its own. Returns metrics."""
+        if self.mender:
+            self.mender.end()
+        evaluated = self._sampled_evaluation() if self.evaluation and self.evaluation.must_end else None
         with nullcontext() if self.in_flight_updates else self.attempts.between_responses():
             sync = self.weight_sync.publish(version=version)
         # Not before the sync: a reward model may need the policy's memory.
@@ -234,7 +245,7 @@ class OnlineLoop(RolloutLoop):
             "time/weight_sync_pull_s": sync.pull_s,
             "time/weight_sync_verify_s": sync.verify_s,
             "time/weight_sync_audit_s": self.weight_sync.audit_s,
-        }
+        } | self.weight_sync.hold_metrics
 
     def rewind(self, done_steps: int | None) -> None:
         """See Loop."""
@@ -266,3 +277,5 @@ class OnlineLoop(RolloutLoop):
     def reattach(self, version: int) -> None:
         """Makes the weight sync read from the policy's new ranks."""
         self.weight_sync.reattach(version=version)
+        if self.evaluation:
+            self.evaluation.reattach(version)

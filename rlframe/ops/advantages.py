@@ -113,12 +113,22 @@ def rewards_by_token(batch: Batch) -> Float[Tensor, " T"]:
 def rewards_by_sequence(batch: Batch) -> Float[Tensor, " R"]:
     """Returns [R] the reward of each rollout's attempt plus the rewards at the attempt's tokens: its return without
     discount."""
-    return batch.rewards if batch.token_rewards is None else batch.rewards + attempt_sums(batch.token_rewards, batch)
+    if batch.token_rewards is None:
+        return batch.rewards
+    return batch.rewards + attempt_sums(batch.token_rewards, batch, everywhere=True)
 
 
-def attempt_sums(values: Float[Tensor, " T"], batch: Batch) -> Float[Tensor, " R"]:
-    """Returns [R] the sum of values over all sequences of each rollout's attempt."""
-    sums = sequence_sums(values, batch)
+def attempt_sums(values: Float[Tensor, " T"], batch: Batch, *, everywhere: bool = False) -> Float[Tensor, " R"]:
+    """Returns [R] the sum of values over all sequences of each rollout's attempt.
+
+    Args:
+        everywhere: whether tokens that are not in the loss count too, such as those of masked rollouts, whose rewards
+            are part of their group's baseline.
+    """
+    if everywhere:
+        sums = values.new_zeros(batch.num_sequences).index_add(0, batch.sequence_index(), values)
+    else:
+        sums = sequence_sums(values, batch)
     if batch.attempt is None:
         return sums
     _, attempt = torch.unique(batch.attempt, return_inverse=True)
@@ -147,7 +157,7 @@ def rewards_by_part(batch: Batch) -> tuple[Float[Tensor, "R K"], Float[Tensor, "
     assert batch.reward_parts is not None and batch.part_weights is not None, "packing knows the parts"
     if batch.token_rewards is None:
         return batch.reward_parts, batch.part_weights
-    sums = attempt_sums(batch.token_rewards, batch)[:, None]
+    sums = attempt_sums(batch.token_rewards, batch, everywhere=True)[:, None]
     return torch.cat([batch.reward_parts, sums], 1), torch.cat([batch.part_weights, torch.ones_like(sums)], 1)
 
 

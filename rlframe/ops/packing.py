@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.rollout import FinishReason, Group, Rollout, members
+from rlframe.types.turn import state_of_tokens
 
 
 def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
@@ -33,10 +34,11 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
         attempt=attempt_index(groups),
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         truncated=torch.tensor([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts]),
-        reward_parts=columns([rollout.reward_parts for rollout in rollouts], names),
+        reward_parts=columns([parts_of_attempts(rollout) for rollout in rollouts], names),
         part_weights=columns([rollout.reward_weights for rollout in rollouts], names),
         routes=packed_routes(rollouts),
         token_rewards=packed_token_rewards(rollouts),
+        **packed_turns(rollouts),
     )
 
 
@@ -63,6 +65,11 @@ def joined(rows: Sequence[np.ndarray], dtype: DTypeLike) -> Shaped[Tensor, " T"]
     return torch.from_numpy(np.concatenate(rows, dtype=dtype) if rows else np.empty(0, dtype))
 
 
+def parts_of_attempts(rollout: Rollout) -> Mapping[str, float]:
+    """Returns the reward parts but those by turn, which are among the rewards at tokens."""
+    return {name: value for name, value in rollout.reward_parts.items() if name not in rollout.turn_parts}
+
+
 def columns(rows: Sequence[Mapping[str, float]], names: list[str]) -> Float[Tensor, "R K"]:
     """Returns [R, K] the value of each name in each row. NaN if a row has none."""
     return torch.tensor([[row.get(name, math.nan) for name in names] for row in rows]).view(len(rows), len(names))
@@ -70,10 +77,31 @@ def columns(rows: Sequence[Mapping[str, float]], names: list[str]) -> Float[Tens
 
 def packed_token_rewards(rollouts: Sequence[Rollout]) -> Float[Tensor, " T"] | None:
     """Returns [T] the rewards at single tokens, 0.0 for rollouts without any. None if no rollout has some."""
-    if all(rollout.token_rewards is None for rollout in rollouts):
+    given = [rollout.rewards_at_tokens for rollout in rollouts]
+    if all(rewards is None for rewards in given):
         return None
-    rows = [np.zeros(each.num_tokens) if each.token_rewards is None else each.token_rewards for each in rollouts]
+    rows = [
+        np.zeros(rollout.num_tokens) if rewards is None else rewards
+        for rollout, rewards in zip(rollouts, given, strict=True)
+    ]
     return joined(rows, np.float32)
+
+
+def packed_turns(rollouts: Sequence[Rollout]) -> dict[str, Int[Tensor, " T"]]:
+    """Returns `Batch.turns` and `Batch.states`. Nothing if no attempt has several turns."""
+    if all(rollout.num_turns < 2 for rollout in rollouts):
+        return {}
+    turns = [np.full(rollout.num_tokens, -1, np.int32) for rollout in rollouts]
+    states = [np.zeros(rollout.num_tokens, np.uint64) for rollout in rollouts]
+    for rollout, own_turns, own_states in zip(rollouts, turns, states, strict=True):
+        for number, (start, end) in enumerate(rollout.turns, start=rollout.first_turn):
+            known = rollout.records[number].state if number < len(rollout.records) else ""
+            state = known or state_of_tokens(rollout.token_ids[:start].tobytes())
+            own_turns[start:end], own_states[start:end] = number, int(state, 16)
+    return {
+        "turns": joined(turns, np.int32),
+        "states": joined([row.view(np.int64) for row in states], np.int64),
+    }
 
 
 def packed_routes(rollouts: Sequence[Rollout]) -> Shaped[Tensor, "T layers k"] | None:

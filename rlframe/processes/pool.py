@@ -144,7 +144,8 @@ class Pool:
             if len(self._results) > before:
                 self._failed_starts = 0
             if not trouble and time.monotonic() > worker.deadline:
-                trouble = f"took longer than {self._limits.timeout_s} s"
+                limit_s = self._limits.timeout_s if worker.is_starting else worker.limit_s
+                trouble = f"took longer than {limit_s} s"
             if trouble:
                 self._replace(place, trouble)
         return ready

@@ -25,7 +25,7 @@ class Process:
 
     def __init__(self, work: Work, limits: Limits):
         """Starts the process without waiting for it."""
-        self._limits = limits
+        self._work, self._limits = work, limits
         self._spawned = Spawned("rlframe.processes.worker")
         self._to_send = bytearray(pickle.dumps((self._spawned.key, work, limits)))
         self._received = bytearray()
@@ -68,7 +68,12 @@ class Process:
         """Assigns a chunk of tasks. Pickle writes once what several of them share."""
         self._tasks.extend(tasks)
         self._to_send += pickle.dumps(tasks)
-        self.deadline = time.monotonic() + self._limits.timeout_s
+        self.deadline = time.monotonic() + self.limit_s
+
+    @property
+    def limit_s(self) -> float:
+        """The seconds that its present task may take."""
+        return self._work.limit_s(self._tasks[0][1], self._limits)
 
     def send(self) -> None:
         """Writes as much as the pipe accepts."""
@@ -118,7 +123,7 @@ class Process:
             self._started = why is None
         else:
             results[self._tasks.popleft()[0]] = value if why is None else Failed(why)
-        self.deadline = time.monotonic() + self._limits.timeout_s if self._tasks else math.inf
+        self.deadline = time.monotonic() + self.limit_s if self._tasks else math.inf
         return None
 
     def printed(self) -> str:

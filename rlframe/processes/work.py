@@ -30,7 +30,7 @@ class Limits:
     """Holds the limits of a worker."""
 
     timeout_s: float
-    """Seconds that one task may take."""
+    """Seconds that one task may take, unless its Work says otherwise."""
     memory_gb: float
     """Greatest memory of one process, in GiB."""
     answer_bytes: int = ANSWER_BYTES
@@ -50,6 +50,10 @@ class Work(ABC):
         Called once in each worker, where the user's code may be imported. An exception raised here ends the pool.
         """
 
+    def limit_s(self, task: Any, limits: Limits) -> float:
+        """Returns the seconds that `task` may take."""
+        return limits.timeout_s
+
 
 @dataclass(frozen=True, slots=True)
 class Several(Work):
@@ -66,3 +70,8 @@ class Several(Work):
             return prepared[name](own)
 
         return run
+
+    def limit_s(self, task: tuple[str, Any], limits: Limits) -> float:
+        """See Work."""
+        name, own = task
+        return self.works[name].limit_s(own, limits)

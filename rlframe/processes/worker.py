@@ -52,7 +52,7 @@ def main() -> None:
     if run is None:
         return
     try:
-        serve(requests, run, limits, answer)
+        serve(requests, run, limits, answer, limit_s=lambda task: work.limit_s(task, limits))
     except (EOFError, OSError):
         return
 
@@ -79,12 +79,23 @@ def limit(limits: Limits) -> None:
         score.write_text("1000")
 
 
-def serve(requests: BinaryIO, run: Callable[[Any], Any], limits: Limits, answer: Answer) -> None:
-    """Does chunk after chunk. Raises EOFError or OSError if the pool has ended."""
+def serve(
+    requests: BinaryIO,
+    run: Callable[[Any], Any],
+    limits: Limits,
+    answer: Answer,
+    *,
+    limit_s: Callable[[Any], float],
+) -> None:
+    """Does chunk after chunk. Raises EOFError or OSError if the pool has ended.
+
+    Args:
+        limit_s: returns the seconds that a task may take.
+    """
     with open(os.devnull, "w") as nowhere:
         while True:
             tasks: list[tuple[int, Any]] = pickle.load(requests)
-            patience_s = limits.timeout_s * len(tasks) + ORPHAN_GRACE_S
+            patience_s = sum(limit_s(task) for _, task in tasks) + ORPHAN_GRACE_S
             faulthandler.dump_traceback_later(patience_s, exit=True, file=nowhere)
             for number, task in tasks:
                 answer(number, *attempted(run, task, limits))

@@ -1,22 +1,27 @@
-"""The interface of a reward: a number for one attempt. One file each, without torch, because rewards run in light
-processes."""
+"""The interface of a reward: a number for one attempt, or for each of its turns. One file each, without torch, because
+rewards run in light processes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlframe.rewards.config import RewardTerm
+from rlframe.rewards.config import Per, RewardTerm
 from rlframe.types.messages import Message
 from rlframe.types.rollout import FinishReason
+from rlframe.types.turn import TurnRecord
 from rlframe.utils import registry
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError, RewardError
-from rlframe.utils.faults import Fault
+from rlframe.utils.faults import Fault, Key
 from rlframe.utils.outside import is_outside
 
 USERS = "python"
 """Name of the reward that calls a user's function."""
+Score = float | None
+"""More is better. None means that the reward does not apply."""
+Scores = Score | Sequence[Score]
+"""The score of an attempt, or of each of its turns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +52,12 @@ class Attempt:
     """Number of responses of the policy."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the environment about the attempt."""
+    turns: Sequence[TurnRecord] = ()
+    """A record of each response of the policy: why it stopped, what became of its calls of tools, the environment's
+    reward. There are as many as `num_turns`."""
+    ending: str = ""
+    """The reason why the attempt ended: `done`, or what docs/environments.md lists: a limit such as `too_many_turns`,
+    or a trouble such as `raised`. Empty if unknown."""
 
     def required_answer(self) -> str:
         """Returns the answer, for rewards that need one.
@@ -64,15 +75,64 @@ class Reward(ABC):
 
     needs_answer: bool = False
     """Whether the reward compares with the record's answer. Data in which no record has an answer is then refused."""
+    per: frozenset[Per] = frozenset({Per.ATTEMPT})
+    """The things that the reward can be given at a time."""
+
+    @classmethod
+    def faults(cls, config: Any) -> Iterator[Fault]:
+        """Yields the faults of the settings in this place, such as a program that is missing, with keys below
+        `options`."""
+        yield from ()
 
     @abstractmethod
     def __init__(self, config: Any):
         """Prepares the reward, once per worker process. Expensive preparation belongs here."""
 
-    @abstractmethod
-    def score(self, attempt: Attempt) -> float | None:
+    def score(self, attempt: Attempt) -> Scores:
         """Returns a finite number; more is better. None means that the reward does not apply to the attempt and is left
-        out of the sum. An exception makes this attempt a failed sample, without further effect."""
+        out of the sum. A list has a number, or None, for each turn of the policy; each counts at the end of its turn.
+        An exception makes this attempt a failed sample, without further effect."""
+        raise NotImplementedError(f"{type(self).__name__} has no score(), which reward.parts with per=attempt call")
+
+    def score_group(self, attempts: Sequence[Attempt]) -> Sequence[Scores]:
+        """Returns what `score` would for each of the attempts at one prompt, all of which are over."""
+        raise NotImplementedError(f"{type(self).__name__} has no score_group(), which reward.parts with per=group call")
+
+
+class Unanswered(Exception):
+    """Raised by a Judging reward that has no score of its own."""
+
+    def __init__(self, trouble: str, why: str, *, scores: Sequence[Scores] | None):
+        """
+        Args:
+            trouble: a word, by which it is counted.
+            scores: scores that count instead. None makes it a failure.
+        """
+        super().__init__(why)
+        self.trouble, self.scores = trouble, scores
+
+
+class Judging(Reward):
+    """Base of rewards that wait for others, such as judges. They share an event loop of the process that runs attempts,
+    many calls at a time, and are no code of users."""
+
+    at_once: int = 1
+    """Greatest number of calls of `judge` at a time."""
+
+    @abstractmethod
+    async def judge(self, attempts: Sequence[Attempt], per: Per) -> Sequence[Scores]:
+        """Returns the scores of one attempt, or of all attempts at one prompt, as `per` says.
+
+        Raises:
+            Unanswered: there is no score.
+        """
+
+    @abstractmethod
+    def without(self, trouble: str, why: str, attempts: Sequence[Attempt]) -> Unanswered:
+        """Returns the error for attempts that it gave no score, with what counts instead."""
+
+    async def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Releases connections."""
 
 
 def build_reward(part: RewardTerm, *, key: str) -> Reward:
@@ -92,10 +152,19 @@ def build_reward(part: RewardTerm, *, key: str) -> Reward:
 def part_faults(part: RewardTerm, key: str) -> list[Fault]:
     """Returns the faults in the name and the options of `part`, without importing a user's function."""
     try:
-        _find(part, key)
+        component, config = _find(part, key)
     except ConfigError as error:
         return error.faults
-    return []
+    wrong = [fault.below(Key.of(f"{key}.options")) for fault in component.faults(config)]
+    if part.per not in component.per:
+        able = " or ".join(sorted(component.per))
+        wrong.append(Fault(f"{key}.per", f"must be {able} for the reward {part.name}", got=part.per))
+    return wrong
+
+
+def is_judging(part: RewardTerm) -> bool:
+    """Returns whether the reward waits for others, and so needs no process of its own."""
+    return not is_users(part) and issubclass(_find(part, "")[0], Judging)
 
 
 def is_users(part: RewardTerm) -> bool:

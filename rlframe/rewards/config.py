@@ -1,6 +1,7 @@
 """Settings of the rewards. Imports no reward."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Any
 
 from rlframe.utils.bounds import PathText, Range, Seconds, check_bounds
@@ -8,9 +9,20 @@ from rlframe.utils.errors import SettingError
 
 MODEL_PART = "model"
 """Name of the reward model's score in metrics and in `Rollout.reward_parts`."""
+JUDGE_PART = "judge_model"
+"""Name of the score of a judge in engines of the run, in the same places."""
 LARGEST_SCORE = 1e6
 """Greatest absolute value of a score. A greater one is a mistake and counts as a failure, because a single such number
 would decide a whole step."""
+
+
+class Per(StrEnum):
+    """The things that a reward function can be given at a time."""
+
+    ATTEMPT = "attempt"
+    """One attempt, as soon as it is over."""
+    GROUP = "group"
+    """All attempts at one prompt, when the last of them is over."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,6 +36,12 @@ class RewardTerm:
     """Factor of the part in the sum. 0 only logs it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of the reward: the fields of its config class."""
+    per: Per = Per.ATTEMPT
+    """The thing that it is given at a time. With `group` a function gets the list of responses in the place of the
+    response, and returns a list."""
+    timeout_s: Seconds | None = None
+    """Greatest time in seconds of one call. One that takes longer counts as a failure. null means reward.timeout_s; for
+    rewards that wait for others, such as judges, it means no limit but those of their options."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -65,8 +83,8 @@ class RewardConfig:
     model: ScoringModelConfig | None = None
     """A reward model, which scores in addition to the parts or alone."""
     timeout_s: Seconds = 5.0
-    """Greatest time in seconds of one part on one rollout. A part that takes longer counts as 0, and the rollout as
-    failed."""
+    """Greatest time in seconds of one part on one rollout, or on one group, unless the part has a limit of its own. A
+    part that takes longer counts as 0, and the rollout as failed."""
     workers: Annotated[int, Range(1, 256)] = 2
     """Number of processes that score in parallel."""
     memory_gb: Annotated[float, Range(0.25, 100_000)] = 8.0
@@ -75,6 +93,12 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if JUDGE_PART in self.parts:
+            raise SettingError(
+                "parts",
+                f"must not be called {JUDGE_PART!r}, which names the score of the section judge",
+                hint="rename it",
+            )
         if self.model and MODEL_PART in self.parts:
             raise SettingError(
                 "parts", f"must not be called {MODEL_PART!r}, which names the score of reward.model", hint="rename it"

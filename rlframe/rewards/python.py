@@ -1,11 +1,12 @@
 """A user's reward, a function or a class, from a file or a module."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlframe.rewards.base import Attempt, Reward
+from rlframe.rewards.base import Attempt, Reward, Scores
+from rlframe.rewards.config import Per
 from rlframe.utils import outside
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError, RewardError, SettingError
@@ -32,8 +33,11 @@ class PythonFunction(Reward):
     apply.
 
     `fields` are those of the prompt's record, except ones named like the first two parameters. A function without `**`
-    gets the fields named by its other parameters. Of a class derived from Reward, `score` is called.
+    gets the fields named by its other parameters. With per=group it gets the list of the responses, and returns a list.
+    Of a class derived from Reward, `score` or `score_group` is called.
     """
+
+    per = frozenset(Per)
 
     def __init__(self, config: PythonConfig):
         """Imports the function, or imports the class and creates it with its options.
@@ -53,16 +57,23 @@ class PythonFunction(Reward):
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._names = list(parameters)
 
-    def score(self, attempt: Attempt) -> float | None:
-        """Returns the function's result. The worker checks that it is a finite number or None."""
+    def score(self, attempt: Attempt) -> Scores:
+        """Returns the function's result. The worker checks that it is a finite number or None, or one for each turn."""
+        return self._reward.score(attempt) if self._reward else self._called(attempt, attempt.response_text)
+
+    def score_group(self, attempts: Sequence[Attempt]) -> Sequence[Scores]:
+        """Returns the function's result, which the worker checks. The fields are those of the prompt."""
         if self._reward:
-            return self._reward.score(attempt)
+            return self._reward.score_group(attempts)
+        return self._called(attempts[0], [attempt.response_text for attempt in attempts])
+
+    def _called(self, attempt: Attempt, response: Any) -> Any:
         fields = {
             name: value
             for name, value in attempt.fields.items()
             if name not in self._names[:2] and (self._takes_all or name in self._names)
         }
-        return self._function(attempt.response_text, attempt.answer, **fields)
+        return self._function(response, attempt.answer, **fields)
 
 
 def _made(kind: type[Reward], config: PythonConfig) -> Reward:

@@ -1,21 +1,26 @@
-"""The reward runner: scores rollouts in a pool of processes.
+"""The reward runner: scores rollouts in a pool of processes, and by judges in the event loop of a thread.
 
 A reward that hangs, raises or crashes is one failed sample.
 """
 
 import logging
 import math
-from collections.abc import Mapping
+import os
+import select
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rlframe.processes.pool import Pool
 from rlframe.processes.work import Failed, Limits, PoolError
-from rlframe.rewards.base import Attempt, part_faults
-from rlframe.rewards.config import RewardConfig
-from rlframe.rewards.scoring import Scoring
+from rlframe.rewards.base import Attempt, Scores, is_judging, part_faults
+from rlframe.rewards.config import Per, RewardConfig
+from rlframe.rewards.judging import Answer, Judges
+from rlframe.rewards.scoring import Scoring, Task
 from rlframe.types.rollout import Rollout, weighted_sum
+from rlframe.types.turn import TurnRecord
 from rlframe.utils.errors import ConfigError, RewardError
 from rlframe.utils.faults import Fault
 
@@ -25,20 +30,30 @@ NAME = "reward"
 """Name of the work in messages."""
 TRIED_AT_LEAST = 64
 """Number of rollouts after which a part that has never given a score ends the run."""
-Outcome = float | str | None
-"""A score, the text of a failure, or None if the part does not apply."""
+Outcome = Scores | Failed
+"""The scores that a part gives to an attempt, or why it gives none."""
+FAILED = "failed"
+"""Trouble of a part that gave no score and says no more about it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A rollout that some parts have not scored yet."""
+    """Rollouts that are scored together, and that some parts have not scored yet: one, or those of a group."""
 
-    rollout: Rollout
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    rollouts: Sequence[Rollout]
+    parts: Sequence[str]
+    is_new: bool
+    """Whether no other part has scored them before."""
+    outcomes: dict[str, Sequence[Outcome]] = field(default_factory=dict)
+    """By part, one for each rollout."""
+    troubles: dict[str, str] = field(default_factory=dict)
 
 
 class RewardRunner:
-    """Scores rollouts. Must be closed, or used as a context manager."""
+    """Scores rollouts. Must be closed, or used as a context manager.
+
+    Reward functions run in worker processes, judges in the event loop of a thread.
+    """
 
     def __init__(self, config: RewardConfig):
         """Starts the workers without waiting for them.
@@ -58,8 +73,14 @@ class RewardRunner:
         self._tried = dict.fromkeys(config.parts, 0)
         """Number of rollouts by part, for parts that have never given a score; see TRIED_AT_LEAST."""
         self._open: dict[int, tuple[str, _Open]] = {}
-        """The part and the rollout of each task that is not done, by its number."""
-        self._pool = Pool(Scoring(config.parts), _limits(config), size=config.workers, name=NAME)
+        """The part and the rollouts of each task that is not done, by its number."""
+        self._wakes, self._wake = os.pipe()
+        os.set_blocking(self._wakes, False)
+        self._lock, self._closed = threading.Lock(), False
+        judging = {name: part for name, part in config.parts.items() if is_judging(part)}
+        working = {name: part for name, part in config.parts.items() if name not in judging}
+        self._judges = Judges(judging, wake=self.wake) if judging else None
+        self._pool = Pool(Scoring(working), _limits(config), size=config.workers, name=NAME) if working else None
 
     def __enter__(self) -> Self:
         return self
@@ -70,83 +91,163 @@ class RewardRunner:
         self.close()
 
     def close(self) -> None:
-        """Ends the workers. The runner cannot be used afterwards."""
-        self._pool.close()
+        """Ends the workers and the judges. The runner cannot be used afterwards."""
+        if self._pool:
+            self._pool.close()
+        if self._judges:
+            self._judges.close()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._wakes)
+                os.close(self._wake)
 
-    def score(self, rollouts: list[Rollout]) -> None:
-        """Fills `reward`, `reward_parts` and `reward_failed` of each rollout, and `failures`.
+    def wake(self) -> None:
+        """Makes `take` return soon. May be called from any thread."""
+        with self._lock:
+            if not self._closed:
+                os.write(self._wake, b"x")
+
+    def parts(self, per: Per) -> list[str]:
+        """Returns the names of the parts that are given an attempt, or a group, at a time."""
+        return [name for name, part in self._config.parts.items() if part.per is per]
+
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Fills what the parts per attempt give to each rollout, and `failures`.
 
         Raises:
             RewardError: workers cannot be started. A reward that fails on a rollout never raises.
         """
         self.failures = dict.fromkeys(self._config.parts, 0)
-        self.submit(rollouts)
+        self.submit([[rollout] for rollout in rollouts], Per.ATTEMPT)
         while self._open:
             self.take()
 
-    def submit(self, rollouts: list[Rollout]) -> None:
-        """Gives rollouts to be scored; `take` returns them."""
-        parts = list(self._config.parts)
-        attempts = [_attempt(rollout) for rollout in rollouts]
-        numbers = iter(self._pool.submit([(key, attempt) for attempt in attempts for key in parts]))
-        for rollout in rollouts:
-            open_rollout = _Open(rollout)
-            self._open |= {next(numbers): (key, open_rollout) for key in parts}
+    def score_groups(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """Adds what the parts per group give to the rollouts of each group, after `score`. Raises as it does."""
+        self.submit(groups, Per.GROUP)
+        while self._open:
+            self.take()
 
-    def take(self, wait_s: float = math.inf, *, wake: int | None = None) -> list[Rollout]:
-        """Returns rollouts that were scored since the last call, their rewards filled in.
+    def submit(self, units: Sequence[Sequence[Rollout]], per: Per) -> None:
+        """Gives rollouts to be scored; `take` returns them, unless there are no such parts. Groups are given after each
+        of their rollouts.
 
         Args:
-            wait_s, wake: see `Pool.take`.
+            units: one rollout each, or the rollouts of a group.
+        """
+        if not (names := self.parts(per)):
+            return
+        is_new = per is Per.ATTEMPT or not self.parts(Per.ATTEMPT)
+        tasks = [(name, [attempt_of(rollout) for rollout in unit]) for unit in units for name in names]
+        numbers = self._give(tasks)
+        for unit in units:
+            waiting = _Open(unit, names, is_new)
+            self._open |= {next(numbers): (name, waiting) for name in names}
+
+    def _give(self, tasks: Sequence[Task]) -> Iterator[int]:
+        """Gives each task to the workers or to the judges. Returns their numbers; those of judges are negative."""
+        judged = self._judges.names if self._judges else frozenset[str]()
+        for_workers = [task for task in tasks if task[0] not in judged]
+        numbers = iter(self._pool.submit(for_workers) if self._pool else ())
+        return iter(
+            [-self._judges.submit(*task) if self._judges and task[0] in judged else next(numbers) for task in tasks]
+        )
+
+    def take(self, wait_s: float = math.inf) -> list[Sequence[Rollout]]:
+        """Returns units that were scored since the last call, what they got filled in. Waits for the first, or until
+        `wake` is called.
 
         Raises:
             RewardError: as `score`; or a part has failed on every rollout since the run began, and they are
                 TRIED_AT_LEAST or more.
         """
-        try:
-            found = self._pool.take(wait_s, wake=wake)
-        except PoolError as error:
-            raise RewardError(str(error)) from error
-        for line in self._pool.printed():
-            logger.info("a reward printed: %s", line)
+        found = self._judged()
+        found |= self._waited(0.0 if found else wait_s)
         scored = []
         for number, value in sorted(found.items()):
-            key, rollout = self._open.pop(number)
-            rollout.outcomes[key] = value.why if isinstance(value, Failed) else value
-            if len(rollout.outcomes) == len(self._config.parts):
-                self._fill(rollout.rollout, {part: rollout.outcomes[part] for part in self._config.parts})
-                scored.append(rollout.rollout)
+            part, unit = self._open.pop(number)
+            outcomes: Any = value.outcomes if isinstance(value, Answer) else value
+            if isinstance(value, Answer) and value.trouble:
+                unit.troubles[part] = value.trouble
+            unit.outcomes[part] = [outcomes] * len(unit.rollouts) if isinstance(outcomes, Failed) else outcomes
+            if len(unit.outcomes) == len(unit.parts):
+                self._fill(unit)
+                scored.append(unit.rollouts)
         return scored
 
-    def _fill(self, rollout: Rollout, outcomes: Mapping[str, Outcome]) -> None:
-        """Writes the parts' scores into the rollout. A failed part counts as 0; a part that gave None is left out."""
-        failed = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, str)}
-        for key, why in failed.items():
-            self.failures[key] += 1
-            if self.failures[key] & (self.failures[key] - 1) == 0:  # 1, 2, 4, ...
-                logger.warning("reward.parts.%s failed on prompt %s: %s", key, rollout.prompt.id, why)
-        rollout.reward_parts = {
-            key: 0.0 if isinstance(outcome, str) else outcome
-            for key, outcome in outcomes.items()
-            if outcome is not None
-        }
-        weights = {key: part.weight for key, part in self._config.parts.items()}
-        rollout.reward_weights = weights
-        rollout.reward = weighted_sum(rollout.reward_parts, weights)
-        rollout.reward_failed = bool(failed)
-        self._refuse_what_never_scores(outcomes)
+    def _judged(self) -> dict[int, Any]:
+        return {-number: answer for number, answer in self._judges.take().items()} if self._judges else {}
 
-    def _refuse_what_never_scores(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Ends a run whose reward cannot work, instead of training on zeros."""
-        for key in list(self._tried):
-            if not isinstance(outcomes[key], str):
-                del self._tried[key]
+    def _waited(self, wait_s: float) -> dict[int, Any]:
+        """Waits for results of workers or judges. Returns them."""
+        found: dict[int, Any] = {}
+        if self._pool:
+            try:
+                found = self._pool.take(wait_s, wake=self._wakes)
+            except PoolError as error:
+                raise RewardError(str(error)) from error
+            for line in self._pool.printed():
+                logger.info("a reward printed: %s", line)
+        else:
+            select.select([self._wakes], [], [], None if math.isinf(wait_s) else wait_s)
+        try:
+            while os.read(self._wakes, 1 << 16):
+                pass
+        except BlockingIOError:
+            pass
+        return found | self._judged()
+
+    def _fill(self, unit: _Open) -> None:
+        """Writes the parts' scores into the rollouts."""
+        for place, rollout in enumerate(unit.rollouts):
+            if unit.is_new:
+                rollout.reward_parts, rollout.turn_parts = {}, {}
+                rollout.reward_failed, rollout.reward_troubles = False, {}
+            self._add(rollout, {name: unit.outcomes[name][place] for name in unit.parts}, unit.troubles)
+
+    def _add(self, rollout: Rollout, outcomes: Mapping[str, Outcome], troubles: Mapping[str, str]) -> None:
+        """Adds parts to a rollout. A failed part counts as 0; a part that gave None is left out."""
+        failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failed)}
+        for name, failure in failed.items():
+            self.failures[name] += 1
+            if self.failures[name] & (self.failures[name] - 1) == 0:  # 1, 2, 4, ...
+                logger.warning("reward.parts.%s failed on prompt %s: %s", name, rollout.prompt.id, failure.why)
+        by_turn = {name: list(outcome) for name, outcome in outcomes.items() if isinstance(outcome, Sequence)}
+        by_turn = {name: values for name, values in by_turn.items() if any(value is not None for value in values)}
+        sums = {name: math.fsum(value for value in values if value is not None) for name, values in by_turn.items()}
+        plain = {name: 0.0 if name in failed else outcome for name, outcome in outcomes.items()}
+        plain = {name: outcome for name, outcome in plain.items() if isinstance(outcome, float)}
+        parts = {**rollout.reward_parts, **plain, **sums}
+        rollout.reward_parts = {name: parts[name] for name in self._config.parts if name in parts}
+        rollout.turn_parts = {**rollout.turn_parts, **by_turn}
+        weights = {name: part.weight for name, part in self._config.parts.items()}
+        rollout.reward_weights = weights
+        # Values of turns are rewards at tokens. A rollout that has only such is scored too.
+        at_end = {name: 0.0 if name in rollout.turn_parts else value for name, value in rollout.reward_parts.items()}
+        rollout.reward = weighted_sum(at_end, weights)
+        rollout.reward_failed |= bool(failed)
+        rollout.reward_troubles = {**rollout.reward_troubles, **dict.fromkeys(failed, FAILED), **troubles}
+        self._refuse_what_never_scores({name: name in failed or name in troubles for name in outcomes}, failed)
+
+    def _refuse_what_never_scores(self, missing: Mapping[str, bool], failed: Mapping[str, Failed]) -> None:
+        """Ends a run whose reward cannot work, instead of training on zeros.
+
+        Args:
+            missing: whether a part gave no score of its own.
+        """
+        for name, is_missing in missing.items():
+            if name not in self._tried:
                 continue
-            self._tried[key] += 1
-            if self._tried[key] >= TRIED_AT_LEAST:
+            if not is_missing:
+                del self._tried[name]
+                continue
+            self._tried[name] += 1
+            if self._tried[name] >= TRIED_AT_LEAST:
+                why = f": {failed[name].why}" if name in failed else ""
                 raise RewardError(
-                    f"reward.parts.{key} has failed on each of the first {self._tried[key]} rollouts, so "
-                    f"nothing can be learned from it: {outcomes[key]}"
+                    f"reward.parts.{name} has failed on each of the first {self._tried[name]} rollouts, so "
+                    f"nothing can be learned from it{why}"
                 )
 
 
@@ -167,7 +268,8 @@ def _limits(config: RewardConfig) -> Limits:
     return Limits(timeout_s=config.timeout_s, memory_gb=config.memory_gb)
 
 
-def _attempt(rollout: Rollout) -> Attempt:
+def attempt_of(rollout: Rollout) -> Attempt:
+    """Returns what rewards see of a rollout."""
     return Attempt(
         prompt_text=rollout.prompt.text,
         response_text=rollout.text,
@@ -177,6 +279,8 @@ def _attempt(rollout: Rollout) -> Attempt:
         fields=rollout.prompt.fields,
         source=rollout.prompt.source,
         messages=rollout.messages or [*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}],
-        num_turns=len(rollout.turns),
+        num_turns=rollout.num_turns,
         numbers=rollout.numbers,
+        turns=rollout.records or [TurnRecord(finish_reason=str(rollout.finish_reason))] * rollout.num_turns,
+        ending=rollout.ending,
     )

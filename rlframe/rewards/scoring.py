@@ -1,16 +1,18 @@
-"""The work of reward workers: scoring one attempt by one part. Light: imports no reward before it is asked for."""
+"""The work of reward workers: scoring one attempt, or the attempts of a group, by one part. Light: imports no reward
+before it is asked for."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
-from rlframe.processes.work import TaskFailed, Work
-from rlframe.rewards.base import Attempt, Reward, build_reward
-from rlframe.rewards.config import LARGEST_SCORE, RewardTerm
+from rlframe.processes.work import Limits, TaskFailed, Work
+from rlframe.rewards.base import Attempt, Score, Scores, build_reward
+from rlframe.rewards.config import LARGEST_SCORE, Per, RewardTerm
 
-Task = tuple[str, Attempt]
-"""Name of a part, and the attempt that it scores."""
+Task = tuple[str, Sequence[Attempt]]
+"""Name of a part, and the attempts that it scores: one, or those of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +21,56 @@ class Scoring(Work):
 
     parts: Mapping[str, RewardTerm]
 
-    def prepare(self) -> Callable[[Task], float | None]:
-        """Builds all rewards, which imports the user's code, and returns the function that scores a task."""
+    def prepare(self) -> Callable[[Task], Sequence[Scores]]:
+        """Builds all rewards, which imports the user's code, and returns the function that does a task."""
         rewards = {name: build_reward(part, key=f"reward.parts.{name}") for name, part in self.parts.items()}
 
-        def run(task: Task) -> float | None:
-            part, attempt = task
-            return score(rewards[part], attempt)
+        def run(task: Task) -> Sequence[Scores]:
+            name, attempts = task
+            reward = rewards[name]
+            if self.parts[name].per is Per.GROUP:
+                return checked(reward.score_group(attempts), attempts)
+            return checked([reward.score(attempt) for attempt in attempts], attempts)
 
         return run
 
+    def limit_s(self, task: Task, limits: Limits) -> float:
+        """Returns the part's own limit, if it has one."""
+        return self.parts[task[0]].timeout_s or limits.timeout_s
 
-def score(reward: Reward, attempt: Attempt) -> float | None:
-    """Returns the score, or None where the reward gives none.
+
+def checked(found: Any, attempts: Sequence[Attempt]) -> list[Scores]:
+    """Returns the scores of some attempts.
 
     Raises:
-        TaskFailed: what the reward gave is no score.
+        TaskFailed: what a reward gave are no scores.
     """
-    found = reward.score(attempt)
+    if not is_list(found) or len(found) != len(attempts):
+        raise TaskFailed(
+            f"a reward per group must be a list of {len(attempts)}, one for each attempt, got {found!r:.60}"
+        )
+    return [_scores(each, attempt) for each, attempt in zip(found, attempts, strict=True)]
+
+
+def is_list(found: Any) -> bool:
+    """Returns whether a value is a list, or like one."""
+    return isinstance(found, Sequence) and not isinstance(found, str | bytes)
+
+
+def _scores(found: Any, attempt: Attempt) -> Scores:
+    if not is_list(found):
+        return _score(found)
+    if len(found) != attempt.num_turns:
+        raise TaskFailed(
+            f"a reward by turn must be a list of {attempt.num_turns}, one for each turn, got {found!r:.60}"
+        )
+    return [_score(each) for each in found]
+
+
+def _score(found: Any) -> Score:
     if found is None:
         return None
-    if not isinstance(found, Real) or not math.isfinite(found) or abs(found) > LARGEST_SCORE:
+    if not isinstance(found, Real) or not math.isfinite(found) or abs(float(found)) > LARGEST_SCORE:
         raise TaskFailed(
             f"a reward must be a finite number of at most {LARGEST_SCORE:g} in size, or None, got {found!r:.60}"
         )

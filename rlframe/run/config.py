@@ -11,8 +11,9 @@ from rlframe.environments.config import EnvironmentConfig
 from rlframe.loops.config import CheckpointConfig, EvaluationConfig, LoggingConfig, LoopConfig
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
-from rlframe.rewards.config import RewardConfig
+from rlframe.rewards.config import JUDGE_PART, RewardConfig
 from rlframe.rollout.base.config import RolloutConfig
+from rlframe.run.judge import JudgeModelConfig
 from rlframe.run.teacher import TeacherConfig
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.weight_sync.config import WeightSyncConfig
@@ -45,6 +46,8 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     teacher: TeacherConfig | None = None
     """The frozen teacher, for algorithms that distil."""
+    judge: JudgeModelConfig | None = None
+    """A language model in engines of the run that judges attempts. null means none."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic, for algorithms that have one."""
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -63,9 +66,14 @@ class RunConfig:
         """The facts of the run that the algorithm's settings can contradict."""
         return RunFacts(
             updates_per_batch=self.train.num_minibatches * self.train.epochs_per_batch,
-            reward_names=tuple(self.reward.names),
+            reward_names=tuple(self.reward_names),
             max_policy_lag=self.loop.max_policy_lag,
         )
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Names that `Rollout.reward_parts` will have."""
+        return [*self.reward.names, *([JUDGE_PART] if self.judge else [])]
 
     @property
     def critic_model(self) -> ModelConfig:

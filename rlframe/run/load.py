@@ -7,7 +7,12 @@ from rlframe.config.load import composed
 from rlframe.run.config import RunConfig
 from rlframe.utils.build import build
 
-CHOICES = {"algorithm": "rlframe.algorithms", "rollout": "rlframe.rollout", "teacher.engine": "rlframe.rollout"}
+CHOICES = {
+    "algorithm": "rlframe.algorithms",
+    "rollout": "rlframe.rollout",
+    "teacher.engine": "rlframe.rollout",
+    "judge.engine": "rlframe.rollout",
+}
 """Sections whose dataclass is that of the package's file `<section>.name`."""
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rlframe.cluster.roles import (
     CRITIC,
+    JUDGE_ENGINES,
     REWARD_MODEL,
     TEACHER,
     TEACHER_ENGINES,
@@ -37,18 +38,25 @@ def auxiliary_roles(run: RunConfig, *, has_critic: bool) -> Iterator[Role]:
     if run.teacher and (layout := run.teacher.own_layout):
         yield auxiliary(TEACHER, layout.world, colocate=False, setting="teacher.placement=own")
     if run.teacher and (engine := teacher_engine(run)):
-        num_ranks = engine.num_engines * engine.devices_per_engine
-        yield Role(
-            name=TEACHER_ENGINES,
-            num_actors=engine.num_engines,
-            devices_per_actor=engine.devices_per_engine,
-            place=Place.OWN,
-            setting=f"{TEACHER_ENGINES} ({num_ranks} ranks, teacher.engine)",
-        )
+        yield _own_engines(TEACHER_ENGINES, engine, setting="teacher.engine")
+    if run.judge and run.rollout.replay is None:
+        yield _own_engines(JUDGE_ENGINES, run.judge.engine, setting="judge.engine")
     if (model := run.reward.model) and run.rollout.replay is None:
         setting = f"reward.model.colocate={str(model.colocate).lower()}"
         world = Parallel.parse(model.parallel).world
         yield auxiliary(REWARD_MODEL, world, colocate=model.colocate, setting=setting)
+
+
+def _own_engines(name: str, engine: RolloutConfig, *, setting: str) -> Role:
+    """Returns the role of engines on devices of their own."""
+    num_ranks = engine.num_engines * engine.devices_per_engine
+    return Role(
+        name=name,
+        num_actors=engine.num_engines,
+        devices_per_actor=engine.devices_per_engine,
+        place=Place.OWN,
+        setting=f"{name} ({num_ranks} ranks, {setting})",
+    )
 
 
 def teacher_engine(run: RunConfig) -> RolloutConfig | None:

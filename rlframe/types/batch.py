@@ -137,6 +137,12 @@ class Batch(Sequences):
     """[T] int32 policy version that sampled each token. OFFLINE_VERSION if no policy sampled it."""
     token_rewards: Float[Tensor, " T"] | None = by_token(default=None)
     """[T] rewards that environments gave at single tokens, in addition to `rewards`. None if none did."""
+    turns: Int[Tensor, " T"] | None = by_token(default=None)
+    """[T] int32 index in its attempt of the turn that sampled each token, -1 for tokens that no turn sampled. Tokens
+    that are left out of the loss keep theirs. None if no attempt has several turns."""
+    states: Int[Tensor, " T"] | None = by_token(default=None)
+    """[T] int64 number of the state that the token's turn was given in: equal for equal states. 0 for tokens that no
+    turn sampled. Present if turns are."""
     old_logprobs: Float[Tensor, " T"] | None = by_token(default=None)
     """[T] nats of the policy before the update. None if the update uses those of its own first forward pass."""
     reference_logprobs: Float[Tensor, " T"] | None = by_token(default=None)

@@ -13,6 +13,7 @@ from rlframe.types.compare import ByValue
 from rlframe.types.input import ModelInput
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
+from rlframe.types.turn import TurnRecord
 from rlframe.utils.errors import SettingError
 
 OFFLINE_VERSION = -1
@@ -175,18 +176,32 @@ class Rollout(ByValue):
     sequence: int = 0
     """Index among the sequences of one attempt. There are several if its history was rendered anew; the last one has
     the whole conversation, and each has the attempt's reward."""
+    records: Sequence[TurnRecord] = ()
+    """A record of each turn of the attempt so far, from its first one, those of earlier sequences included. Empty if
+    nobody attempted it."""
+    first_turn: int = 0
+    """Index in the attempt of this sequence's first turn: the number of turns of the earlier sequences."""
+    ending: str = ""
+    """The reason why the attempt ended: `done`, a limit of the environment, or its trouble. Empty if unknown."""
     token_rewards: Float[np.ndarray, " L"] | None = None
     """[L] float32 rewards that the environment gave at single tokens, such as at the end of each turn, in addition to
     `reward`. 0.0 elsewhere. None if it gave none."""
+    turn_parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """Unweighted values of reward functions that gave one for each turn of the attempt, by name. None stands for a turn
+    to which the function does not apply. They are not in `reward`: each counts at the last token of its turn."""
     reward: float = 0.0
-    """Weighted sum of the parts, set by the reward phase. NaN if no part scored the rollout: it is then left out of its
-    group's baseline and has advantage 0."""
+    """Weighted sum of the parts, without those of `turn_parts`, set by the reward phase. NaN if no part scored the
+    rollout: it is then left out of its group's baseline and has advantage 0."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Unweighted value of each reward function that scored the rollout, by its name in the config."""
+    """Unweighted value of each reward function that scored the rollout, by its name in the config. Of `turn_parts` the
+    sum over the turns."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each reward function in the sum, including those that did not score the rollout."""
     reward_failed: bool = False
     """True if a reward function raised or timed out on this rollout. Its part counts as 0."""
+    reward_troubles: Mapping[str, str] = field(default_factory=dict)
+    """A word for what went wrong in reward functions that gave no score of their own, by name: `failed`, or a judge's
+    (`unparsable`, ...). It is counted, whether the part counts as 0, as another value or not at all."""
 
     def __post_init__(self) -> None:
         self.loss_mask = np.asarray(self.loss_mask, dtype=bool)
@@ -226,8 +241,27 @@ class Rollout(ByValue):
 
     @property
     def total_reward(self) -> float:
-        """The sum of `reward` and all `token_rewards`."""
-        return self.reward if self.token_rewards is None else self.reward + float(self.token_rewards.sum())
+        """The sum of `reward` and all rewards at tokens."""
+        at_tokens = self.rewards_at_tokens
+        return self.reward if at_tokens is None else self.reward + float(at_tokens.sum())
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns of the attempt until the end of this sequence."""
+        return self.first_turn + len(self.turns)
+
+    @property
+    def rewards_at_tokens(self) -> Float[np.ndarray, " L"] | None:
+        """[L] float32 rewards at single tokens: the environment's, and each weighted value of `turn_parts` at the last
+        token of its turn. None if there are none."""
+        if not self.turn_parts:
+            return self.token_rewards
+        found = np.zeros(self.num_tokens, np.float32) if self.token_rewards is None else self.token_rewards.copy()
+        for name, values in self.turn_parts.items():
+            own = values[self.first_turn : self.num_turns]
+            for (_, end), value in zip(self.turns, own, strict=True):
+                found[end - 1] += self.reward_weights[name] * (value or 0.0)
+        return found
 
     @property
     def turns(self) -> list[tuple[int, int]]:
@@ -246,6 +280,12 @@ class Rollout(ByValue):
         for each in fields(self):
             if each.name != "prompt":
                 setattr(self, each.name, getattr(fresh, each.name))
+
+    def take_rewards(self, other: "Rollout") -> None:
+        """Takes over what reward functions have given to `other`: a copy, or a later sequence of the same attempt."""
+        for each in fields(self):
+            if each.name.startswith("reward") or each.name == "turn_parts":
+                setattr(self, each.name, getattr(other, each.name))
 
     def append(self, completion: Completion) -> None:
         """Appends a response of the policy."""
@@ -324,7 +364,7 @@ def reward_of(sequences: Sequence[Rollout]) -> float:
     """Returns the total reward of one attempt: its reward, which all of its sequences have, and the rewards at all of
     their tokens. NaN if no reward function scored it."""
     return sequences[-1].reward + sum(
-        float(each.token_rewards.sum()) for each in sequences if each.token_rewards is not None
+        float(given.sum()) for each in sequences if (given := each.rewards_at_tokens) is not None
     )
 
 

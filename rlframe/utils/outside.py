@@ -38,7 +38,7 @@ def load(target: str, *, key: str) -> Any:
         rule = "must be path/to/file.py:Name or package.module:Name"
         raise ConfigError([Fault(key, rule, got=repr(target))])
     try:
-        module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
+        module = module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # The user's file may raise anything.
         raise ConfigError(
             [Fault(key, said=f"{target!r} cannot be imported: {type(error).__name__}: {error}")]
@@ -91,10 +91,11 @@ def receive(sources: Mapping[str, tuple[str, str]]) -> None:
     """Runs the driver's files in this process, so that unpickling finds their classes."""
     SOURCES.update(sources)
     for place in sources:
-        _module_of_file(place)
+        module_of_file(place)
 
 
-def _module_of_file(place: str) -> ModuleType:
+def module_of_file(place: str) -> ModuleType:
+    """Returns the module of a file, which is run once. Raises OSError if there is none, or what the file raises."""
     if place not in SOURCES:
         file = Path(place).expanduser().resolve(strict=True)
         SOURCES[place] = (str(file), file.read_text(encoding="utf-8"))

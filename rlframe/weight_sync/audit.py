@@ -31,6 +31,10 @@ class Audit:
         self._sent = sent
         self._rows |= rows
 
+    def admit(self, rows: Mapping[int, Digests]) -> None:
+        """Remembers the proved digests of destination ranks that joined later."""
+        self._rows |= rows
+
     def note_reloads(
         self, connection: Connection, destinations: DestinationGroup, engines: Sequence[int] | None
     ) -> None:

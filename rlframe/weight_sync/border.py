@@ -75,6 +75,17 @@ class Received:
     """Bytes written by the transport."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A trainer rank's copy of its weights in host memory."""
+
+    memory: Any
+    """Picklable handle with which processes of the same host map it."""
+    num_bytes: int
+    seconds: float
+    """Seconds of copying."""
+
+
 class SourceRank(Protocol):
     """The driver's calls to a trainer rank."""
 
@@ -106,6 +117,10 @@ class SourceRank(Protocol):
 
     def box_digests(self, tensor: str, regions: Sequence[Region], dtype: torch.dtype) -> dict[Region, int]:
         """Returns the digest of the `regions` of `tensor` that this rank holds."""
+        ...
+
+    def hold(self, parameters: Sequence[str]) -> Held:
+        """Copies the present weights of these parameters into host memory, in the place of the copy before."""
         ...
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.audit import Audit
 from rlframe.weight_sync.border import (
@@ -22,10 +23,11 @@ from rlframe.weight_sync.border import (
     SourceRank,
 )
 from rlframe.weight_sync.choice import Choice
-from rlframe.weight_sync.config import WeightSyncConfig
+from rlframe.weight_sync.config import HoldIn, WeightSyncConfig
 from rlframe.weight_sync.connection import Connection, Rendezvous, both, make_connection, open_connection
 from rlframe.weight_sync.endpoints import Reload, WeightDestination, WeightSource
 from rlframe.weight_sync.failure import account, explain
+from rlframe.weight_sync.hold import Hold
 from rlframe.weight_sync.plan.planner import Plan
 from rlframe.weight_sync.transports.base import find_transport
 
@@ -86,6 +88,7 @@ class WeightSync:
         """False after a failure, which may have broken a two-sided transport's group."""
         self._audit = Audit()
         self._audit_asked = False
+        self._hold = Hold() if self._config.hold is HoldIn.HOST else None
         self.audit_s = 0.0
         """Seconds of the last audit."""
         self._version: int | None = None
@@ -151,6 +154,7 @@ class WeightSync:
                 ) from error
         self._destinations.commit(version)
         self._version, self._initial = version, self._totals
+        self._keep()
 
     def publish(self, version: int) -> SyncReport:
         """Copies the policy's present weights into every engine as `version`, proves them, and lets the engines sample.
@@ -182,6 +186,8 @@ class WeightSync:
         self._destinations.commit(version)
         self._version = version
         end = time.perf_counter()
+        # Engines sample on meanwhile.
+        self._keep()
         return SyncReport(
             version=version,
             transport=self._connected.choice.name,
@@ -201,24 +207,32 @@ class WeightSync:
         assert self._version is not None, "calibrate before restore"
         self._again(None)
 
-    def rejoin(self, engines: Sequence[int]) -> None:
+    def rejoin(self, engines: Sequence[int]) -> bool:
         """Admits restarted engines. They hold the initial checkpoint, which is proved against the digests that
-        `calibrate` remembered; then they receive the present version, which is proved too.
+        `calibrate` remembered; then they receive the present version, which is proved too. With `weight_sync.hold` it
+        comes from the copy that is held, and nothing is asked of the trainer, which may be training.
 
-        If the trainer has been trained since, nobody can send the present version: the engines then stay shut until the
-        next `publish`.
+        Otherwise, if the trainer has been trained since, nobody can send the present version: the engines then stay
+        shut until the next `publish`.
+
+        Returns:
+            Whether the engines hold the present version.
 
         Raises:
             WeightSyncFailed: an engine does not hold the initial checkpoint at the recorded places.
         """
         assert self._version is not None, "calibrate before rejoin"
+        if self._hold and self._hold.version == self._version:
+            self._rejoin_from(self._hold, engines)
+            return True
         self._admit(engines)
         connection = self._connected
         if self._moved_on(connection.source_totals(self._source.call(SourceRank.digests))):
             self._destinations.fail("restarted and waiting for the next version", engines=engines)
-            return
+            return False
         # The ranks of a two-sided transport can only move together.
         self._again(None if find_transport(connection.choice.carrier).two_sided else engines)
+        return True
 
     def audit(self) -> None:
         """Proves again, from their own memory, that trainer and engines hold the present version. Must be called
@@ -260,6 +274,8 @@ class WeightSync:
             WeightSyncFailed: the trainer does not hold the initial checkpoint, or an engine does not hold the sent
                 weights.
         """
+        if self._hold:
+            self._hold.forget()
         self._admit(self._destinations.revive())
         connection = self._connected
         totals = connection.source_totals(self._source.call(SourceRank.digests))
@@ -272,6 +288,17 @@ class WeightSync:
         self._deliver(version)
         self._destinations.commit(version)
         self._version = version
+        self._keep()
+
+    @property
+    def hold_metrics(self) -> dict[str, float]:
+        """Returns the cost of holding the published weights, if they are held."""
+        if self._hold is None:
+            return {}
+        return {
+            "memory/weight_sync_held_bytes": float(self._hold.num_bytes),
+            "time/weight_sync_hold_s": self._hold.seconds,
+        }
 
     def close(self) -> None:
         """Releases the memory of both sides, or leaves their common group. `connect` starts again."""
@@ -289,16 +316,64 @@ class WeightSync:
         connection = self._connected
         ranks = connection.ranks_of(engines)
         self._audit.forget(ranks)
-        if not connection.choice.reloads:
-            held = connection.stack(ranks, self._destinations.call(DestinationRank.digests, engines=engines))
+        self._require_initial(engines)
+
+    def _require_initial(self, engines: Sequence[int]) -> None:
+        """Proves that connected engines that were restarted hold the initial checkpoint, unless they take reloads."""
+        connection = self._connected
+        if connection.choice.reloads:
+            return
+        assert self._initial is not None
+        held = connection.stack(
+            connection.ranks_of(engines), self._destinations.call(DestinationRank.digests, engines=engines)
+        )
+        for engine in engines:
+            if names := connection.differing(engine, held, self._initial):
+                reason = (
+                    f"calibration after a restart: engine {engine} does not hold the initial checkpoint where its "
+                    f"loader put it: {names[0]} differs, {len(names)} tensors in all"
+                )
+                self._destinations.fail(reason, engines=engines)
+                raise WeightSyncFailed(reason)
+
+    def _keep(self) -> None:
+        """Has the published weights held, if that is set."""
+        if self._hold:
+            assert self._version is not None, "published before they are held"
+            self._hold.take(self._source, self._version)
+
+    def _rejoin_from(self, hold: Hold, engines: Sequence[int]) -> None:
+        """Connects restarted engines to the copies that are held, proves that they hold the initial checkpoint, then
+        sends and proves the present version. Calls nothing of the trainer."""
+        connection, version = self._connected, self._version
+        assert version is not None and self._totals is not None
+        ranks = connection.ranks_of(engines)
+        # The trainer's end still knows the processes before them.
+        self._is_open = False
+        self._audit.forget(ranks)
+        infos = self._destinations.call(DestinationRank.describe, engines=engines)
+        links = hold.links(infos, ranks, connection, self._config)
+        self._destinations.on_ranks([RankCall.of(DestinationRank.connect, link) for link in links], engines=engines)
+        self._require_initial(engines)
+        try:
+            received = self._destinations.receive(version, engines=engines)
+            rows = connection.stack(ranks, [rank.digests for rank in received])
             for engine in engines:
-                if names := connection.differing(engine, held, self._initial):
-                    reason = (
-                        f"calibration after a restart: engine {engine} does not hold the initial checkpoint where its "
-                        f"loader put it: {names[0]} differs, {len(names)} tensors in all"
+                if names := connection.differing(engine, rows, self._totals):
+                    raise WeightSyncFailed(
+                        f"engine {engine} does not hold version {version} after a restart: {names[0]} differs, "
+                        f"{len(names)} tensors in all, in the copy that weight_sync.hold keeps or on the way from it"
                     )
-                    self._destinations.fail(reason, engines=engines)
-                    raise WeightSyncFailed(reason)
+        except BaseException as error:
+            # As in every sync: nobody samples with weights that are not proved.
+            self._destinations.fail(f"the weights that are held did not arrive: {error}", engines=engines)
+            raise
+        self._audit.admit(rows)
+        if connection.choice.reloads and self._config.audit_every_steps:
+            self._audit.note_reloads(connection, self._destinations, engines)
+        self._destinations.commit(version, engines=engines)
+        seconds = max(rank.pull_s + rank.verify_s for rank in received)
+        logger.info("engines %s hold version %d again, after %.3f s", ", ".join(map(str, engines)), version, seconds)
 
     @property
     def _connected(self) -> Connection:
@@ -315,6 +390,8 @@ class WeightSync:
         )
         engines = self._destinations.engines()
         self._connection = make_connection(sources, self._infos, engines, self._config, choice, seed=self._seed)
+        if self._hold:
+            self._hold.prepare(sources, self._infos, engines, self._connection.dtypes)
         logger.info("%s", self._connection.choice)
         logger.info("%s", self._connection.plan.describe())
         open_connection(self._connection, self._source, self._destinations, self._config, self._meeting)

@@ -1,6 +1,7 @@
 """Settings of weight sync."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated
 
 from rlframe.utils import registry
@@ -8,6 +9,13 @@ from rlframe.utils.bounds import Range, Seconds, check_bounds
 from rlframe.utils.errors import SettingError
 from rlframe.utils.outside import is_outside
 from rlframe.weight_sync.transports.base import PACKAGE
+
+
+class HoldIn(StrEnum):
+    """Place of a copy of the published weights that training does not change."""
+
+    NONE = "none"
+    HOST = "host"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,6 +33,12 @@ class WeightSyncConfig:
     """Bound in bytes of the packed buffers of `nccl` on each rank, which has two of them."""
     timeout_s: Seconds = 600.0
     """Greatest time in seconds that a rank waits for its peers in one sync, before the sync fails."""
+    hold: HoldIn = HoldIn.NONE
+    """Place where the weights of the last sync are held while the policy trains on. An engine that dies meanwhile is
+    restarted at once and receives them from there, with proof; otherwise it waits for the end of the step. `host`
+    copies them into host memory of the trainer's ranks after each sync: the bytes of one copy of the weights, and the
+    time of writing them once. It is for engines on the trainer's host, which sample while the policy trains
+    (loop.max_policy_lag above 0 and cluster.colocate=false)."""
     audit_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 10
     """Number of steps between two audits. After a batch has been sampled, trainer and engines digest their memory
     again, and compare it with the last sync. 0 disables audits."""

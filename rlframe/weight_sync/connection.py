@@ -175,42 +175,66 @@ def open_connection(
 
     def links(side: list[str], parts: list[tuple[Copies, ...]], memories: tuple[Any, ...]) -> list[Link]:
         """Returns the link of each rank of a side."""
-        common = Link(
-            transport=carrier,
-            rank=0,
-            num_sources=len(connection.sources),
-            num_destinations=len(connection.destinations),
-            parts=(),
-            memories=memories,
-            dtypes=connection.dtypes,
-            buckets=connection.buckets,
-            address=address,
-            session=session,
-            chunk_bytes=config.chunk_bytes,
-            timeout_s=config.timeout_s,
-            units=connection.units,
-            seed=connection.seed,
-        )
-        return [replace(common, rank=rank, parts=mine, owner=side[rank]) for rank, mine in enumerate(parts)]
+        return make_links(connection, config, side, parts, memories=memories, address=address, session=session)
 
-    num_parts = max(1, len(connection.buckets))
-    pulls = [_parts([(rank, copy) for copy in mine], num_parts) for rank, mine in enumerate(connection.plan.copies)]
     pushes: list[tuple[Copies, ...]] = [()] * len(connection.sources)
     if two_sided:
         leaving: list[list[tuple[int, Copy]]] = [[] for _ in connection.sources]
         for rank, mine in enumerate(connection.plan.copies):
             for copy in mine:
                 leaving[copy.source].append((rank, copy))
-        pushes = [_parts(mine, num_parts) for mine in leaving]
+        pushes = [_parts(mine, max(1, len(connection.buckets))) for mine in leaving]
     trainer = [f"source rank {rank}" for rank in range(len(connection.sources))]
     engines = [f"engine {engine}, destination rank {rank}" for rank, engine in enumerate(connection.engines)]
     both(
         lambda: source.on_ranks([RankCall.of(SourceRank.connect, link) for link in links(trainer, pushes, ())]),
         lambda: destinations.on_ranks(
-            [RankCall.of(DestinationRank.connect, link) for link in links(engines, pulls, memories)]
+            [RankCall.of(DestinationRank.connect, link) for link in links(engines, pulls(connection), memories)]
         ),
         rendezvous,
     )
+
+
+def pulls(connection: Connection) -> list[tuple[Copies, ...]]:
+    """Returns by destination rank the copies that it pulls, by part."""
+    num_parts = max(1, len(connection.buckets))
+    return [_parts([(rank, copy) for copy in mine], num_parts) for rank, mine in enumerate(connection.plan.copies)]
+
+
+def make_links(
+    connection: Connection,
+    config: WeightSyncConfig,
+    owners: Sequence[str],
+    parts: Sequence[tuple[Copies, ...]],
+    *,
+    memories: tuple[Any, ...] = (),
+    address: str = "",
+    session: str = "",
+) -> list[Link]:
+    """Returns the link of each rank of a side.
+
+    Args:
+        owners: names of the ranks in messages.
+        parts: their copies.
+        memories, address, session: see `Link`.
+    """
+    common = Link(
+        transport=connection.choice.carrier,
+        rank=0,
+        num_sources=len(connection.sources),
+        num_destinations=len(connection.destinations),
+        parts=(),
+        memories=memories,
+        dtypes=connection.dtypes,
+        buckets=connection.buckets,
+        address=address,
+        session=session,
+        chunk_bytes=config.chunk_bytes,
+        timeout_s=config.timeout_s,
+        units=connection.units,
+        seed=connection.seed,
+    )
+    return [replace(common, rank=rank, parts=mine, owner=owners[rank]) for rank, mine in enumerate(parts)]
 
 
 def both(first: Callable[[], T], second: Callable[[], U], rendezvous: "Rendezvous") -> tuple[T, U]:

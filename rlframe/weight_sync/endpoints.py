@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.border import DestinationInfo, DestinationRank, Received, Sent, SourceInfo, SourceRank
+from rlframe.weight_sync.border import DestinationInfo, DestinationRank, Held, Received, Sent, SourceInfo, SourceRank
+from rlframe.weight_sync.host_copy import HostCopy
 from rlframe.weight_sync.layout.boxes import Region
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, dirty_padding, identity_layout
 from rlframe.weight_sync.proof.digest import DigestPlan, common_units, region_digests
@@ -50,6 +51,7 @@ class WeightSource(SourceRank):
         self._held: DigestPlan | None = None
         self._num_parts = 0
         self._link: Link | None = None
+        self._copy: HostCopy | None = None
 
     def describe(self) -> SourceInfo:
         """Returns the recording and the location of this rank."""
@@ -101,8 +103,14 @@ class WeightSource(SourceRank):
         """Returns the digests of the `regions` of `tensor` that this rank holds."""
         return _region_digests(self._link, self.layout, self._parameters, tensor, regions, dtype)
 
+    def hold(self, parameters: Sequence[str]) -> Held:
+        """Copies the present weights of these parameters into host memory, in the place of the copy before."""
+        if self._copy is None or self._copy.names != tuple(parameters):
+            self._copy = HostCopy(self._parameters, parameters)
+        return self._copy.update()
+
     def close(self) -> None:
-        """Leaves the group of the transport, if there is one."""
+        """Leaves the group of the transport, if there is one. The copy that is held stays."""
         if self._transport is not None:
             self._transport.close()
         self._transport = self._digests = self._held = None

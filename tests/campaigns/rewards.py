@@ -85,7 +85,7 @@ def grade(response, answer):
         return DEEDS[response]()
     special = {
         "nan": float("nan"), "inf": float("inf"), "text": "1", "huge": 10 ** 400, "absurd": 1e308, "large": -1.1e6,
-        "unseen": Unseen(), "list": [1.0], "complex": 1j, "nothing": None,
+        "unseen": Unseen(), "list": [1.0, 2.0], "complex": 1j, "nothing": None,
     }
     return special[response] if response in special else response == answer
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm, ForwardModel, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.algorithms.credit import Credit, CreditConfig, Peers
 from rlframe.ops.sequences import last_tokens
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import DivergenceOutput, Output, PolicyOutput, StateOutput, ValueOutput
@@ -25,6 +26,13 @@ LISTS = [0, 7, 7, 0, 2, 7, 0, 2, 0, 3, 3, 3]
 ROLES = [0, 1, 0, 1, 0, 2, 2, 1, 2, 2, 1, 0]
 """Of the same lists: each has a query and a positive."""
 HIDDEN = 5
+CREDITS = {
+    "grpo": [
+        {"credit": CreditConfig(by=Credit.TURN, discount=0.5, peers=Peers.ALL_TURNS)},
+        {"credit": CreditConfig(by=Credit.STATE, discount=0.5)},
+    ]
+}
+"""Settings of algorithms whose advantages are those of turns."""
 
 
 @dataclasses.dataclass
@@ -126,8 +134,12 @@ def scene(algorithm: Algorithm, *, with_old: bool) -> Scene:
     if algorithm.output is Output.DIVERGENCE:
         # Some responses that the data gave.
         versions[::3] = OFFLINE_VERSION
+    # Each sequence in turns of three tokens, four states in all.
+    turns = torch.cat([torch.arange(length) // 3 for length in LENGTHS])
     batch = Batch(
         **sequences,
+        turns=turns.int(),
+        states=(turns + torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)) % 4,
         rollout_logprobs=logprobs + noise(0.05),
         group=torch.arange(len(LENGTHS)) // GROUP_SIZE,
         rewards=torch.tensor([1.0, 0.0, 0.0, 0.25, 2.0, 0.5, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3]),

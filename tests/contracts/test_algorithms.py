@@ -45,6 +45,7 @@ from rlframe.types.results import (
 from rlframe.types.supervised import Contrasted, Preferences, Unpaired
 from rlframe.utils import registry
 from tests.contracts.algorithm_scenes import (
+    CREDITS,
     KINDS,
     LENGTHS,
     Bigrams,
@@ -167,7 +168,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 """Settings under which each algorithm is checked, besides its defaults."""
-CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]
+CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, []), *CREDITS.get(name, [])]]
 
 
 def further(case: tuple[str, dict[str, Any]]) -> list[pytest.MarkDecorator]:

@@ -3,12 +3,14 @@
 import inspect
 import math
 import pickle
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
 
-from rlframe.rewards.base import Attempt, Reward, build_reward
+from rlframe.rewards.base import Attempt, Judging, Reward, build_reward
 from rlframe.rewards.config import RewardConfig, RewardTerm
+from rlframe.rewards.judge.chat import ChatEndpointConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
@@ -16,11 +18,14 @@ from rlframe.types.rollout import FinishReason, Rollout
 from rlframe.utils import registry
 
 NAMES = registry.names("rlframe.rewards")
+FUNCTIONS = [name for name in NAMES if not issubclass(registry.find("rlframe.rewards", name, key="")[0], Judging)]
+"""Those that need nobody else; tests/unit/rewards/test_judge.py has a server for the others."""
 
 # Options of the rewards that have fields without default.
 OPTIONS: dict[str, dict[str, Any]] = {
     "format": {"pattern": "42"},
     "length": {"max_tokens": 100, "cache_tokens": 20},
+    "judge": {"endpoint": ChatEndpointConfig(base_url="http://127.0.0.1:9/v1", model="m")},
     "python": {"function": "operator:eq"},
 }
 TASK = {"reasoning_gym": {"name": "gcd", "entry": {"question": "", "answer": "17", "metadata": {}}}}
@@ -54,13 +59,14 @@ def test_a_reward_is_found_by_its_file_name_and_builds_from_its_config(name: str
 @pytest.mark.parametrize("name", NAMES)
 def test_every_field_of_a_config_has_a_docstring(name: str) -> None:
     _, config = registry.find("rlframe.rewards", name, key="")
-    source = inspect.getsource(config)
+    # Of the classes that it is derived from too.
+    source = "".join(inspect.getsource(kind) for kind in config.__mro__ if is_dataclass(kind))
     for field in config.__dataclass_fields__:
         after = source.split(f"    {field}: ")[1].split("\n", 1)[1]
         assert after.lstrip().startswith(('"""', 'r"""')), field
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_reward_scores_an_attempt_that_crossed_a_process_border(name: str) -> None:
     attempt = Attempt(
         prompt_text="",
@@ -76,7 +82,7 @@ def test_a_reward_scores_an_attempt_that_crossed_a_process_border(name: str) -> 
     assert score == reward.score(attempt), "a reward must be a function of its attempt"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_hostile_text_neither_crashes_nor_is_rewarded_as_right(name: str) -> None:
     rollouts = [
         Rollout(

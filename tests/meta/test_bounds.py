@@ -11,6 +11,7 @@ import pytest
 from rlframe.algorithms.correction import MaskConfig
 from rlframe.data.curriculum import CurriculumConfig
 from rlframe.environments.endpoint import EndpointConfig
+from rlframe.rewards.judge.chat import ChatEndpointConfig
 from rlframe.utils.bounds import PathText, Range, bounds
 from tests.meta.checkout import ROOT
 
@@ -42,16 +43,18 @@ def test_every_number_has_both_ends(kind: type) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [kind for kind in classes() if bounds(kind) and kind not in (MaskConfig, CurriculumConfig, EndpointConfig)],
+    [kind for kind in classes() if bounds(kind) and kind not in (MaskConfig, CurriculumConfig)],
     ids=lambda kind: kind.__qualname__,
 )
 def test_what_is_stated_is_checked(kind: type) -> None:
-    """`__post_init__` calls check_bounds, or that of its base which does. (A MaskConfig, CurriculumConfig or
-    EndpointConfig of its required fields alone is refused for another reason.)"""
+    """`__post_init__` calls check_bounds, or that of its base which does. (A MaskConfig or CurriculumConfig of its
+    required fields alone is refused for another reason.)"""
     hints = get_type_hints(kind)
     given = {"path": "a.py:b", "name": "a", "function": "a:b", "output": "a", "algorithm": None, "target_nats": 1.0}
-    given |= {"max_tokens": 9, "cache_tokens": 3, "corpus": "a"}
+    given |= {"max_tokens": 9, "cache_tokens": 3, "corpus": "a", "id": "a", "url": "http://a"}
+    given |= {"base_url": "http://a", "model": "a", "endpoint": ChatEndpointConfig(base_url="http://a", model="a")}
     required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
+    required += ["function"] if kind is EndpointConfig else []
     for name, stated in bounds(kind).items():
         config = kind(**{field: given[field] for field in required})
         wrong: Any = "x" * 5000 if any(isinstance(bound, PathText) for bound in stated) else 10**300

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.cluster.reaper import lives
+from rlframe.cluster.watch.marks import Page
 from tests.multiprocess.forks import Fork
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +143,21 @@ class Program:
             self.process.send_signal(signal.SIGCONT)
         return partial.exists()
 
+    def stop_while_it_trains(self) -> psutil.Process:
+        """Stops a policy rank in the middle of a training call, and returns it."""
+        driver, page = (Page(self.folder / f"logs/{name}.mark") for name in ("driver", "policy-0"))
+
+        def trains() -> bool:
+            return driver.read().text == "train" and page.read().num_calls > 0
+
+        while True:
+            self.wait_for(trains)
+            rank = psutil.Process(next(each.pid for each in self.children if logs_to(each, "policy-0.log")))
+            rank.send_signal(signal.SIGSTOP)
+            if trains():
+                return rank
+            rank.send_signal(signal.SIGCONT)
+
     def doors(self) -> dict[tuple[str, int], IPv4Address | IPv6Address]:
         """The address that each listening socket of it is bound to, by the process's title and the port."""
         found = {}
@@ -188,6 +204,14 @@ def titled(process: psutil.Process, title: str) -> bool:
     try:
         return " ".join(process.cmdline()).startswith(title)
     except psutil.NoSuchProcess:
+        return False
+
+
+def logs_to(process: psutil.Process, name: str) -> bool:
+    """Whether the standard output of this process is the log of that name."""
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1").endswith(f"/{name}")
+    except OSError:
         return False
 
 

@@ -9,7 +9,7 @@ from rlframe.attempts.endpoint.server import Server
 from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.attempts.sessions.pool import Session, SessionPool
-from rlframe.attempts.turns import ALONE_AFTER, ENVIRONMENT, Hosted
+from rlframe.attempts.turns import ALONE_AFTER, DONE, ENVIRONMENT, Hosted
 from rlframe.environments.base import Step
 from rlframe.environments.config import EnvironmentConfig, Verdict
 from rlframe.types.rollout import FinishReason
@@ -94,6 +94,7 @@ class Agents:
             rollout.finish_reason = FinishReason.LENGTH
         elif not desk.was_answered:
             raise SessionFailed(Trouble.NEVER_CALLED, "the agent ended without a response of the policy")
+        rollout.ending = str(desk.limit) if desk.limit else DONE
         rollout.numbers = {**rollout.numbers, **step.metrics}
         if step.reward and desk.was_answered:
             rollout.credit(step.reward)

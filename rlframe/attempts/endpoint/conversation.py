@@ -22,6 +22,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, Rollout
+from rlframe.types.turn import TurnRecord, shown_last, state_of_messages
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -153,6 +154,12 @@ class Conversation:
         start = sequence.rollout.num_tokens
         for completion in completions:
             sequence.rollout.append(completion)
+        record = TurnRecord(
+            finish_reason=str(completions[-1].finish_reason),
+            malformed=tuple(each.why for each in reply.malformed),
+            state=state_of_messages(shown_last(place.messages)),
+        )
+        sequence.rollout.records = (*sequence.rollout.records, record)
         self.num_answered += 1
         sequence.last = self.num_answered
         sequence.rollout.messages = [*place.messages, reply.message]

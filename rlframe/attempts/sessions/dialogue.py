@@ -12,6 +12,7 @@ from rlframe.environments.base import Turn
 from rlframe.types.input import ModelInput
 from rlframe.types.messages import Message
 from rlframe.types.rollout import FinishReason, Rollout
+from rlframe.types.turn import state_of_messages, state_of_name
 from rlframe.utils.errors import DataError, SettingError
 
 
@@ -31,14 +32,17 @@ class SessionDialogue:
         reply = self._language.parse(sampled, self._tools, prompt=rollout.token_ids[:start].tolist())
         if rollout.finish_reason is FinishReason.LENGTH:
             return Answer(cut_off=True, messages=[reply.message])
-        turn = Turn(
-            message=reply.message,
-            text=rollout.text,
-            finish_reason=rollout.finish_reason,
-            malformed=tuple(each.why for each in reply.malformed),
-        )
+        malformed = tuple(each.why for each in reply.malformed)
+        turn = Turn(message=reply.message, text=rollout.text, finish_reason=rollout.finish_reason, malformed=malformed)
         step = await self._session.step(turn)
-        answer = Answer(messages=[reply.message, *step.messages], reward=step.reward, numbers=step.metrics)
+        answer = Answer(
+            messages=[reply.message, *step.messages],
+            reward=step.reward,
+            numbers=step.metrics,
+            malformed=malformed,
+            calls=tuple(step.calls),
+            leads_to=state_of_messages(step.messages) if step.state is None else state_of_name(step.state),
+        )
         if step.is_over:
             return replace(answer, verdict=step.verdict)
         try:

@@ -63,8 +63,8 @@ class Conversation:
 
     @property
     def prompt_text(self) -> str:
-        """The prompt's turns as one text, for comparisons."""
-        return text_of(self.prompt)
+        """The prompt's turns as one text, for comparisons, with the record's task."""
+        return text_of(self.prompt) + (f"\x00{self.record.task}" if self.record.task else "")
 
 
 def text_of(messages: Sequence[Message]) -> str:

@@ -11,6 +11,7 @@ from rlframe.environments.tools.base import Tool, ToolError, answer_to
 from rlframe.environments.tools.choice import ToolTerm, build_tools
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
+from rlframe.types.turn import CallEnd
 from rlframe.utils.bounds import Range, Seconds, check_bounds
 from rlframe.utils.faults import Fault
 
@@ -84,35 +85,39 @@ class Tools(Environment):
             return Step(done=True, metrics=self._counts)
         most = self._config.max_calls_per_turn
         answers = await asyncio.gather(*(self._answer(call) for call in calls[:most]))
-        messages = [*answers, *(answer_to(call, f"Error: a turn has at most {most} calls") for call in calls[most:])]
+        ends = [*(end for _, end in answers), *(CallEnd.NOT_DONE for _ in calls[most:])]
+        messages = [message for message, _ in answers]
+        messages += [answer_to(call, f"Error: a turn has at most {most} calls") for call in calls[most:]]
         if turn.malformed:
             told = "\n".join(f"Error: {why}" for why in turn.malformed)
             messages.append({"role": "user", "content": self._cut(told)})
-        return Step(messages=messages, metrics=self._counts)
+        return Step(messages=messages, metrics=self._counts, calls=ends)
 
     async def close(self) -> None:
         """Releases what the tools hold."""
         await asyncio.gather(*(tool.close() for tool in self._all))
 
-    async def _answer(self, call: Mapping[str, Any]) -> Message:
-        """Returns the result of a call, or why there is none."""
+    async def _answer(self, call: Mapping[str, Any]) -> tuple[Message, CallEnd]:
+        """Returns the result of a call, or why there is none, and how it ended."""
         self._counts["tool_calls"] += 1
-        function = call["function"]
+        function, end = call["function"], CallEnd.FAILED
         limit = asyncio.timeout(self._config.call_timeout_s)
         try:
             async with limit:
                 tool = self._by_name.get(function["name"])
                 if tool is None:
                     raise ToolError(f"there is no tool {function['name']!r:.80}")
-                return answer_to(call, self._cut(await tool.call(function["name"], function["arguments"])))
+                result = await tool.call(function["name"], function["arguments"])
+            return answer_to(call, self._cut(result)), CallEnd.DONE
         except TimeoutError as error:
+            end = CallEnd.TIMED_OUT if limit.expired() else end
             why = f"took longer than {self._config.call_timeout_s:g} s" if limit.expired() else f"TimeoutError: {error}"
         except ToolError as error:
             why = str(error)
         except Exception as error:  # A tool that fails is an answer that the policy reads.
             why = f"{type(error).__name__}: {error}"
         self._counts["failed_tool_calls"] += 1
-        return answer_to(call, self._cut(f"Error: {why}"))
+        return answer_to(call, self._cut(f"Error: {why}")), end
 
     def _cut(self, text: str) -> str:
         """Returns a text that is not longer than allowed."""

@@ -5,7 +5,7 @@ import logging
 import math
 import pathlib
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +23,8 @@ from rlframe.utils.text import printable
 
 logger = logging.getLogger(__name__)
 RESTARTS = "cluster/restarts"
+EVALUATED = "evaluation/policy_version"
+"""Metric of an evaluation beside training: the step whose weights sampled it."""
 REFRESH_S = 0.5
 """Least seconds between two updates of the progress bar."""
 
@@ -157,13 +159,18 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rewards = scored(rollouts)
     mean = mean_of(rewards)
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
-    at_tokens = [float(rollout.token_rewards.sum()) for rollout in rollouts if rollout.token_rewards is not None]
+    at_tokens = [float(given.sum()) for rollout in rollouts if (given := rollout.rewards_at_tokens) is not None]
+    troubles = Counter(pair for sequences in attempts for pair in sequences[-1].reward_troubles.items())
     return {
         "reward/mean": mean,
         "reward/std": mean_of([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
         **{f"reward/{name}_mean": value for name, value in part_means(rollouts).items()},
         **({"reward/at_tokens_mean": sum(at_tokens) / len(attempts)} if at_tokens else {}),
         "reward/failed_fraction": sum(sequences[-1].reward_failed for sequences in attempts) / len(attempts),
+        **{
+            f"reward/{name}_{trouble}_fraction": number / len(attempts)
+            for (name, trouble), number in sorted(troubles.items())
+        },
         "reward/unscored_fraction": 1 - len(rewards) / len(attempts),
         "reward/flat_groups_fraction": sum(len(set(scored(group.rollouts))) < 2 for group in groups) / len(groups),
         "rollout/response_tokens_mean": sum(lengths) / count,
@@ -255,12 +262,17 @@ class Wandb:
                 [Fault("logging.wandb_project", "needs the package wandb", why="pip install wandb")]
             ) from error
         self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(resolved), resume="allow")
+        self._newest = 0
 
     def rewind(self, done_steps: int) -> None:
         """Does nothing: Weights & Biases ignores a repeated step, whose numbers are equal."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step."""
+        if EVALUATED in metrics:
+            # Steps only go up there, and an evaluation may be done beside later ones.
+            step = max(step, self._newest)
+        self._newest = step
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:

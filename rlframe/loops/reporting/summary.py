@@ -77,9 +77,9 @@ def outcome(results: dict[str, float]) -> str:
         losses = f"The loss went from {results['first_loss']:.4f} to {results['last_loss']:.4f}."
         return f"{losses} {held_out(results)}" if "held_out_items" in results else losses
     before = {key.removeprefix("before/"): value for key, value in results.items() if key.startswith("before/")}
-    names = [key for key in before if key.endswith("_mean") and f"after/{key}" in results]
+    names = [key for key in before if key.partition("/")[0].endswith("_mean") and f"after/{key}" in results]
     changes = ", ".join(
-        f"{name.removesuffix('_mean')} {before[name]:.3f} before and {results[f'after/{name}']:.3f} after"
+        f"{name.replace('_mean', '', 1)} {before[name]:.3f} before and {results[f'after/{name}']:.3f} after"
         for name in names
     )
     if not changes:

@@ -10,6 +10,7 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, fla
 from rlframe.attempts.buffer import Buffer, Finished, LeftOut
 from rlframe.attempts.leases import Lease
 from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.mending import Mender
 from rlframe.attempts.runner import Ended, State
 from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.attempts.turns import Progress
@@ -67,6 +68,8 @@ class BufferedSampler(Sampler):
     last_step: int
     """The last step of the run, for which nothing is sampled ahead."""
     dynamic: DynamicSamplingConfig | None = None
+    mender: Mender | None = None
+    """Looks after the engines from `collect` until the next sync. None if dead ones wait for it."""
     num_minibatches: int = 1
     """Number of groups of which a batch that does not get full keeps a multiple."""
 
@@ -122,6 +125,8 @@ class BufferedSampler(Sampler):
             learn(time.monotonic() - min(begun_s), phase="rollout", role=self.attempts.rollout.role, name="generate")
         self._lags = [lag for each in taken for lag in lags(each, version)]
         assert max(self._lags, default=0) <= self.buffer.max_policy_lag, "admission keeps the lag"
+        if self.mender:
+            self.mender.begin()
         return [each.group for each in taken]
 
     def settle(self, step: int) -> None:
@@ -131,6 +136,8 @@ class BufferedSampler(Sampler):
 
     def reset(self) -> None:
         """See Sampler."""
+        if self.mender:
+            self.mender.forget()
         super().reset()
         if self.buffer.open:
             self.attempts.cancel()

@@ -54,7 +54,7 @@ class MixedSampler(Sampler):
             leases = self.leases.take(self.prompts_per_step, step=step, version=step - 1)
             groups = self.response_source.respond([lease.prompt for lease in leases], step=step)
         with self.phase("reward"):
-            self.attempts.score(members(groups))
+            self.attempts.score(groups)
         self.score(groups)
         self._taken = [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
         return groups

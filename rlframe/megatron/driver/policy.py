@@ -258,8 +258,32 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
 
     def on_ranks(self, calls: Sequence[RankCall[SourceRank, T]]) -> list[T]:
         """See SourceGroup."""
-        asked = [self.workers.ask(rank, TrainerRank.weights, call) for rank, call in enumerate(calls)]
+        return self.on_channel("", calls)
+
+    def on_channel(self, channel: str, calls: Sequence[RankCall[SourceRank, T]]) -> list[T]:
+        """Makes a call on each rank's end of the weight sync of that name."""
+        asked = [self.workers.ask(rank, TrainerRank.weights, call, channel) for rank, call in enumerate(calls)]
         return self.workers.wait(asked, doing=f"weight sync ({calls[0]})")
+
+    def channel(self, name: str) -> SourceGroup:
+        """Returns the source of a further weight sync, which connects to other engines by another plan."""
+        return Channel(self, name)
+
+
+class Channel(SourceGroup):
+    """The ranks of a model as the source of one of several weight syncs."""
+
+    def __init__(self, ranks: ModelGroup, name: str):
+        self._ranks, self._name = ranks, name
+
+    @property
+    def num_ranks(self) -> int:
+        """See SourceGroup."""
+        return self._ranks.num_ranks
+
+    def on_ranks(self, calls: Sequence[RankCall[SourceRank, T]]) -> list[T]:
+        """See SourceGroup."""
+        return self._ranks.on_channel(self._name, calls)
 
 
 class PolicyGroup(ModelGroup):

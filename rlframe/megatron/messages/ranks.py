@@ -145,6 +145,6 @@ class TrainerRank(ScoringRank, Protocol):
         """Returns this rank's pieces of the tensors `names` of a PEFT file."""
         ...
 
-    def weights(self, call: RankCall[SourceRank, T]) -> T:
-        """Calls this rank's WeightSource and returns its answer."""
+    def weights(self, call: RankCall[SourceRank, T], channel: str) -> T:
+        """Calls this rank's WeightSource for the weight sync named `channel`, and returns its answer."""
         ...

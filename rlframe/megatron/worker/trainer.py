@@ -66,7 +66,7 @@ class Trainer:
         self._weights_changed()
         self.weights: Mapping[str, Tensor] = self.merged.parameters if self.merged else self.model.parameters
         """The weights for engines and exports, by canonical name."""
-        self.source = WeightSource(self.layout, self.weights)
+        self._sources: dict[str, WeightSource] = {}
         self.optimizer = optimizer.build(self.model, setup.train)
         self.expert_load = ExpertLoad(self.model)
         overlap.prepare(self.model, setup.train)
@@ -74,6 +74,12 @@ class Trainer:
         self.staged: Staged | None = None
         self.teacher = frozen_model(setup.teacher, setup.train, device=setup.device) if setup.teacher else None
         self.constant = list(self._constant())
+
+    def source(self, channel: str) -> WeightSource:
+        """Returns this rank's end of the weight sync of that name."""
+        if channel not in self._sources:
+            self._sources[channel] = WeightSource(self.layout, self.weights)
+        return self._sources[channel]
 
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:

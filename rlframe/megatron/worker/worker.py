@@ -152,6 +152,6 @@ class MegatronWorker(MegatronRank, TrainerRank):
         """See Trainer.export_adapter."""
         return self.trainer.export_adapter(names, dtype)
 
-    def weights(self, call: RankCall[SourceRank, T]) -> T:
+    def weights(self, call: RankCall[SourceRank, T], channel: str) -> T:
         """See TrainerRank."""
-        return call.on(self.trainer.source)
+        return call.on(self.trainer.source(channel))

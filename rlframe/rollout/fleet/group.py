@@ -35,7 +35,7 @@ class RolloutGroup(DestinationGroup):
 
     role: ClassVar[str] = "rollout"
     """Name of the engines in logs and errors."""
-    rejoin: Callable[[list[int]], None] | None = None
+    rejoin: Callable[[list[int]], object] | None = None
     """Proves restarted engines and brings them to the present version: `WeightSync.rejoin`. Without it the first death
     of an engine ends the run."""
     audit: Callable[[], None] | None = None
@@ -115,15 +115,33 @@ class RolloutGroup(DestinationGroup):
 
     def replace_dead(self, engine: int, death: WorkerDied) -> None:
         """Replaces the actor of a dead engine by one at the present version. Raises `death` if no restart is left."""
+        if self.rejoin is None:
+            raise death from None
+        self._restart(engine, death)
+        self._bring_back([engine])
+
+    def mend(self) -> list[int]:
+        """Replaces the actors of all dead engines by ones at the present version. Returns their indices.
+
+        Raises:
+            WorkerDied: no restart is left.
+        """
+        return self._bring_back(dead) if (dead := self.revive()) else []
+
+    def _bring_back(self, engines: list[int]) -> list[int]:
+        """Gives restarted engines the present version, and others that turn out to be dead meanwhile. Returns all of
+        them."""
+        assert self.rejoin is not None, "only engines that can be brought back are restarted"
         while True:
-            if self.rejoin is None:
-                raise death from None
-            self._restart(engine, death)
             try:
-                self.rejoin([engine])
-                return
-            except WorkerDied as next_death:
-                death = next_death
+                self.rejoin(engines)
+                return engines
+            except WorkerDied:
+                # A sync asks every engine, so that the dead one may be another one.
+                dead = self.revive()
+                if not dead:
+                    raise
+                engines = sorted({*engines, *dead})
 
     def _restart(self, engine: int, death: WorkerDied) -> None:
         """Replaces the actor of a dead engine by one with the initial weights. Raises `death` if no restart is left."""
@@ -168,15 +186,11 @@ class RolloutGroup(DestinationGroup):
         Raises:
             WorkerDied: no restart is left, or the death was not an engine's.
         """
-        dead: list[int] = []
         while True:
             try:
-                if dead and self.rejoin is not None:
-                    self.rejoin(dead)
                 return work()
             except WorkerDied:
-                dead = self.revive() if self.rejoin is not None else []
-                if not dead:
+                if self.rejoin is None or not self.mend():
                     raise
 
     def score(self, sequences: list[ModelInput]) -> list[list[list[float]]]:
@@ -264,6 +278,12 @@ class RolloutGroup(DestinationGroup):
 
     def _chosen(self, engines: Sequence[int] | None) -> list[int]:
         return list(range(len(self.workers.actors)) if engines is None else engines)
+
+
+class EvaluationEngines(RolloutGroup):
+    """Engines of the policy that evaluate and do nothing else."""
+
+    role = "evaluation"
 
 
 def flat(lists: Sequence[list[Any]]) -> list[Any]:

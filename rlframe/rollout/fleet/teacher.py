@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.frozen import FrozenEngines
 from rlframe.rollout.fleet.loads import Loads
 from rlframe.rollout.fleet.worker import ScoringWorker
 from rlframe.types.batch import Sequences, TopLogprobs
@@ -16,21 +16,11 @@ from rlframe.types.input import ModelInput
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-VERSION = 0
-"""Constant policy version: the teacher's weights never change after loading."""
 
-
-class TeacherEngines(RolloutGroup):
+class TeacherEngines(FrozenEngines):
     """Engines that score given tokens and write responses, through `Attempts`."""
 
     role = "teacher_engines"
-
-    def start(self) -> None:
-        """Builds the engines and loads their weights."""
-        super().start()
-        # No trainer holds these weights, so there is nothing to compare: the loaded weights are the teacher.
-        self.rejoin = lambda engines: self.commit(VERSION, engines=engines)
-        self.commit(VERSION)
 
     def teacher_logprobs(self, batch: Sequences) -> Float[Tensor, " T"]:
         """Returns [T] nats of each token at temperature 1; 0.0 at first tokens."""

@@ -5,7 +5,21 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.run.check import batch, critic, data, devices, effect, loop, model, replay, reward, routes, teacher, train
+from rlframe.run.check import (
+    batch,
+    critic,
+    data,
+    devices,
+    effect,
+    judge,
+    loop,
+    model,
+    replay,
+    reward,
+    routes,
+    teacher,
+    train,
+)
 from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
 from rlframe.run.config import RunConfig
 from rlframe.run.load import to_run
@@ -131,6 +145,11 @@ def check_reward_model(run: RunConfig) -> Iterator[Fault]:
     return reward.model_faults(run)
 
 
+def check_judge(run: RunConfig) -> Iterator[Fault]:
+    """Checks that the judge can be asked."""
+    return judge.faults(run)
+
+
 def check_teacher(run: RunConfig) -> list[Fault]:
     """Checks that an algorithm that needs a teacher has one, and that it has the policy's tokens."""
     return list(teacher.faults(run, algorithm_of(run)))
@@ -153,13 +172,13 @@ TOPICS = {
     model.files: {"model", "algorithm"},
     model.parallel: {"model", "train"},
     batch.batch: {"prompts_per_step", "algorithm", "train"},
-    devices.devices: {"train", "critic", "teacher", "reward", "rollout", "cluster", "algorithm"},
+    devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
     devices.engine: {"model", "rollout", "algorithm"},
     loop.environment: {"rollout", "algorithm"},
     devices.transport: {"weight_sync", "cluster", "algorithm"},
     batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
     check_data: {"data", "seed"},
-    data.curriculum_faults: {"data", "reward", "steps", "algorithm"},
+    data.curriculum_faults: {"data", "reward", "judge", "steps", "algorithm"},
     devices.packages: {"rollout", "logging"},
     batch.optimizer: {"train"},
     model.lora: {"model", "train"},
@@ -168,18 +187,20 @@ TOPICS = {
     devices.sleep: {"train", "critic", "cluster", "algorithm"},
     check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     loop.evaluation: {"data", "evaluation"},
+    loop.evaluation_engines: {"evaluation", "rollout", "loop", "cluster", "algorithm"},
     check_reward: {"reward"},
     check_reward_model: {"reward", "model", "data", "rollout", "evaluation"},
-    loop.learning: {"algorithm", "train", "reward", "loop"},
+    loop.learning: {"algorithm", "train", "reward", "judge", "loop"},
     loop.lag: {"loop", "cluster", "rollout", "algorithm"},
     loop.oversampling: {"loop", "cluster", "rollout", "algorithm"},
+    check_judge: {"judge", "environment", "rendering", "rollout", "algorithm"},
     check_teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
     loop.reference: {"algorithm", "train", "steps"},
     loop.distillation: {"algorithm", "rollout"},
     loop.checkpoint: {"checkpoint"},
     replay.faults: {"model", "rollout", "algorithm", "train", "checkpoint", "prompts_per_step", "steps", "output"},
     loop.offline: {"algorithm", "train"},
-    effect.revisions: {"model", "critic", "teacher", "reward"},
+    effect.revisions: {"model", "critic", "teacher", "judge", "reward"},
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
@@ -194,6 +215,7 @@ OF_SAMPLING = frozenset(
         check_routes,
         check_reward,
         check_reward_model,
+        check_judge,
     }
 )
 """Topics about what a replay does not start: engines, data and rewards, which its machine need not have."""

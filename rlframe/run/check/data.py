@@ -76,12 +76,12 @@ def curriculum_faults(run: RunConfig) -> Iterator[Fault]:
     curriculum = run.data.curriculum
     if curriculum is None or not algorithm_of(run).online:
         return
-    if curriculum.by is By.PASS_RATE and not run.reward.names:
+    if curriculum.by is By.PASS_RATE and not run.reward_names:
         yield Fault("data.curriculum.by", "needs a reward", got=curriculum.by, why="nothing else is a pass rate")
     part = curriculum.reward_part
-    if part is not None and run.reward.names and part not in run.reward.names:
+    if part is not None and run.reward_names and part not in run.reward_names:
         yield Fault(
-            "data.curriculum.reward_part", f"must be one of reward.parts, {', '.join(run.reward.names)}", got=repr(part)
+            "data.curriculum.reward_part", f"must be one of reward.parts, {', '.join(run.reward_names)}", got=repr(part)
         )
     for name, first in (curriculum.stages or {}).items():
         if first > run.steps:

@@ -51,7 +51,9 @@ NEEDS = (
             "train.num_minibatches",
             "train.epochs_per_batch",
             "evaluation.max_tokens",
+            "evaluation.num_engines",
             "reward",
+            "judge",
             "rollout",
             "environment",
             "rendering",
@@ -85,6 +87,12 @@ NEEDS = (
         lambda run: online(run) and not answers(run.environment),
         "environment.name={environment.name}, which ends every attempt after its first response",
         ("algorithm", "environment"),
+    ),
+    Need(
+        ("algorithm.credit",),
+        lambda run: online(run) and not answers(run.environment),
+        "environment.name={environment.name}, which ends every attempt after its first response",
+        ("environment",),
     ),
     Need(("weight_sync.probe_limit_nats",), lambda run: run.weight_sync.probe_every_steps == 0, "probe_every_steps=0"),
     Need(
@@ -120,7 +128,7 @@ NEEDS = (
         ("cluster",),
     ),
     Need(
-        ("loop",),
+        ("loop", "evaluation.num_engines"),
         lambda run: online(run) and run.rollout.replay is not None,
         "rollout.replay={rollout.replay}, which samples nothing",
         ("algorithm", "rollout"),
@@ -138,7 +146,7 @@ NEEDS = (
         ("algorithm", "cluster"),
     ),
     Need(
-        ("evaluation.share",),
+        ("evaluation.share", "evaluation.num_engines"),
         lambda run: online(run) and not run.data.holds_out,
         "data.evaluation_count=0, which holds nothing out",
         ("algorithm", "data"),
@@ -149,6 +157,24 @@ NEEDS = (
         "engines that do not sample while the policy trains (loop.max_policy_lag above 0, cluster.colocate=false), "
         "where training waits for evaluations",
         ("algorithm", "rollout", "loop", "cluster"),
+    ),
+    Need(
+        ("evaluation.share",),
+        lambda run: samples(run) and run.evaluation.num_engines > 0,
+        "evaluation.num_engines={evaluation.num_engines}, which share no engine",
+        ("algorithm", "rollout"),
+    ),
+    Need(
+        ("weight_sync.hold",),
+        lambda run: samples(run) and (run.loop.max_policy_lag == 0 or run.cluster.colocate),
+        "engines that do not sample while the policy trains (loop.max_policy_lag above 0, cluster.colocate=false)",
+        ("algorithm", "rollout", "loop", "cluster"),
+    ),
+    Need(
+        ("weight_sync.hold",),
+        lambda run: samples(run) and run.rollout.max_restarts == 0,
+        "rollout.max_restarts=0: no engine comes back",
+        ("algorithm", "rollout"),
     ),
     Need(
         ("rollout.oversample_rest",),
@@ -215,6 +241,7 @@ def revisions(run: RunConfig) -> Iterator[Fault]:
         "model": run.model,
         "critic.model": run.critic.model,
         "teacher": run.teacher,
+        "judge": run.judge,
         "reward.model": run.reward.model,
     }
     for key, model in models.items():

@@ -32,9 +32,32 @@ def evaluation(run: RunConfig) -> Iterator[Fault]:
         )
 
 
+def evaluation_engines(run: RunConfig) -> Iterator[Fault]:
+    """Checks that some engines can evaluate while others sample for training."""
+    count = run.evaluation.num_engines
+    if not count or not samples(run):
+        return
+    if run.cluster.colocate or run.loop.max_policy_lag == 0:
+        turns = "cluster.colocate=true" if run.cluster.colocate else "loop.max_policy_lag=0"
+        yield Fault(
+            "evaluation.num_engines",
+            f"must be 0 with {turns}",
+            got=count,
+            why="training waits for evaluations there, and all engines can do them",
+            hint="set cluster.colocate=false and loop.max_policy_lag above 0",
+        )
+    if count >= run.rollout.num_engines:
+        yield Fault(
+            "evaluation.num_engines",
+            f"must be below rollout.num_engines={run.rollout.num_engines}",
+            got=count,
+            why="they are some of those engines, and at least one must sample for training",
+        )
+
+
 def learning(run: RunConfig) -> Iterator[Fault]:
     """Checks that an algorithm that learns from rewards has one, and that its settings fit the run."""
-    if online(run) and algorithm_of(run).needs_rewards and not (run.reward.names or rewards(run.environment)):
+    if online(run) and algorithm_of(run).needs_rewards and not (run.reward_names or rewards(run.environment)):
         yield Fault(
             "reward.parts",
             "must name a reward, or reward.model.path a reward model",

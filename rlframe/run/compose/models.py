@@ -2,31 +2,39 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.worker import RunnerSetup
 from rlframe.cluster.config import Device
-from rlframe.cluster.placement import Placement
-from rlframe.cluster.roles import CRITIC, REWARD_MODEL, TEACHER, TEACHER_ENGINES
+from rlframe.cluster.placement import Allocation, Placement
+from rlframe.cluster.roles import CRITIC, JUDGE_ENGINES, REWARD_MODEL, TEACHER, TEACHER_ENGINES
+from rlframe.environments.config import EnvironmentConfig
 from rlframe.loops.distillation import Teacher, with_teacher
 from rlframe.loops.phases import Phases
+from rlframe.loops.sampling.judging import EngineReplies, JudgeScorer, Scorers
 from rlframe.loops.sampling.scoring import RewardModelScorer, Scorer
 from rlframe.megatron.config.forward_only import forward_only
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.driver.forward_only_group import RewardModelGroup, TeacherGroup
 from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
+from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
-from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.frozen import JudgeEngines
+from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.run.compose.parts import Parts
 from rlframe.run.roles import teacher_engine
 from rlframe.run.teacher import TeacherPlacement
+
+Group = TypeVar("Group", bound=RolloutGroup)
 
 
 def policy(parts: Parts, placement: Placement, algorithm: Algorithm) -> PolicyGroup:
@@ -124,7 +132,41 @@ def teacher_engines(parts: Parts, placement: Placement) -> TeacherEngines | None
 
 
 def scorer(parts: Parts, placement: Placement, phase: Phases) -> Scorer | None:
-    """Returns what scores rollouts besides the reward functions: a reward model, or None."""
+    """Returns what scores rollouts besides the reward functions: a reward model, a judge, both, or None."""
+    found = [each for each in (reward_model(parts, placement, phase), judge(parts, placement)) if each]
+    return Scorers(scorers=found) if len(found) > 1 else next(iter(found), None)
+
+
+def judge(parts: Parts, placement: Placement) -> Scorer | None:
+    """Returns the judge in engines of the run, started, or None."""
+    config = parts.config.judge
+    if config is None:
+        return None
+    slots = placement.slots[JUDGE_ENGINES]
+    engines = JudgeEngines(
+        engine_setup(parts, config.engine, config.model),
+        slots=slots,
+        num_threads=parts.threads(len(slots)),
+        **parts.limits(),
+    )
+    words = tokenizer.load(resolve(config.model))
+    limit = engines.max_positions if config.engine.sequence_tokens is None else config.engine.sequence_tokens
+    setup = replace(
+        runner_setup(parts, engines, rewarded=False),
+        environment=EnvironmentConfig(),
+        tokenizer=words,
+        max_positions=limit,
+    )
+    attempts = Attempts(engines, setup, role="judge_runner", **parts.limits())
+    parts.stack.callback(attempts.close)
+    engines.start()
+    sampling = config.engine.sampling(greedy=True)
+    ask = EngineReplies(attempts=attempts, tokenizer=words, sampling=sampling, max_positions=limit)
+    return JudgeScorer(ask=ask, config=config, weight=config.weight)
+
+
+def reward_model(parts: Parts, placement: Placement, phase: Phases) -> Scorer | None:
+    """Returns the reward model, started, or None."""
     config, model = parts.config, parts.config.reward.model
     if model is None:
         return None
@@ -150,8 +192,15 @@ def attempts(parts: Parts, engines: RolloutGroup, *, role: str = "runner", rewar
         role: name of its process in logs and errors.
         rewarded: whether the reward functions judge the attempts.
     """
+    attempts = Attempts(engines, runner_setup(parts, engines, rewarded=rewarded), role=role, **parts.limits())
+    parts.stack.callback(attempts.close)
+    return attempts
+
+
+def runner_setup(parts: Parts, engines: RolloutGroup, *, rewarded: bool) -> RunnerSetup:
+    """Returns the settings of a runner that attempts prompts with `engines`."""
     reward = parts.config.reward
-    setup = RunnerSetup(
+    return RunnerSetup(
         rollout=engines.setup.rollout.without_engine(),
         environment=parts.config.environment,
         rendering=parts.config.rendering,
@@ -164,17 +213,27 @@ def attempts(parts: Parts, engines: RolloutGroup, *, role: str = "runner", rewar
         aside_share=parts.config.evaluation.share,
         folder=os.getcwd(),
     )
-    attempts = Attempts(engines, setup, role=role, **parts.limits())
-    parts.stack.callback(attempts.close)
-    return attempts
 
 
 def rollout(parts: Parts, placement: Placement) -> RolloutGroup:
-    """Returns the policy's engines, not started."""
+    """Returns the engines that sample for training, not started."""
+    count = len(placement.engines) - parts.config.evaluation.num_engines
+    return _engines(parts, placement, RolloutGroup, placement.engines[:count])
+
+
+def evaluation_engines(parts: Parts, placement: Placement) -> EvaluationEngines | None:
+    """Returns the engines that only evaluate, not started, if there are any."""
+    if not parts.config.evaluation.num_engines:
+        return None
+    return _engines(parts, placement, EvaluationEngines, placement.engines[-parts.config.evaluation.num_engines :])
+
+
+def _engines(parts: Parts, placement: Placement, group: type[Group], slots: list[Allocation]) -> Group:
+    """Returns engines of the policy on some of their slots."""
     config = parts.config
-    return RolloutGroup(
+    return group(
         engine_setup(parts, config.rollout, config.model, with_routes=config.train.moe.router_replay),
-        slots=placement.engines,
+        slots=slots,
         num_threads=parts.threads(len(placement.engines)),
         **parts.limits(),
     )

@@ -1,23 +1,31 @@
 """Composes the online loop: a policy, its engines, and its rewards, critic and teacher."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
 from rlframe.attempts.ledger import Ledger
+from rlframe.attempts.mending import Mender
 from rlframe.data.prompts import PromptSource
-from rlframe.loops.evaluate import EvaluationBeside
+from rlframe.loops.evaluate import EvaluationBeside, come_back
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.resuming import first_version
 from rlframe.megatron.driver.policy import PolicyGroup
-from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded
 from rlframe.run.compose.sampling import given_responses, sampler
 from rlframe.run.compose.trained import Trained, trained
 from rlframe.run.config import RunConfig
+from rlframe.types.rollout import SamplingParams
+from rlframe.weight_sync.border import SourceGroup
 from rlframe.weight_sync.channel import WeightSync
+from rlframe.weight_sync.config import HoldIn
 
 
 def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
@@ -28,18 +36,20 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     placement = parts.devices()
     # Before the models start, so that all processes start at the same time.
     rollout = models.rollout(parts, placement)
+    apart = models.evaluation_engines(parts, placement)
     attempts = models.attempts(parts, rollout)
     models_trained = trained(parts, placement, algorithm)
     policy = models_trained.policy
-    rollout.start()
+    start([rollout, apart] if apart else [rollout])
     weight_sync = synced(parts, policy, rollout)
+    rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
+    rollout.audit = weight_sync.audit_if_due
     metrics = parts.metrics()
     phase = Phases(sharing=sharing(parts, models_trained, rollout), announce=metrics.announce)
     scorer = models.scorer(parts, placement, phase)
     ledger = Ledger(parts.folder, done_steps=parts.done_steps or 0)
     leases = Leases(prompts, ledger, curriculum=prompts if config.data.curriculum else None)
-    greedy = config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens)
-    held_out = prompts.evaluation_prompts()
+    mender = mending(parts, attempts)
     source = sampler(
         parts,
         algorithm,
@@ -49,6 +59,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         phase=phase,
         examples=examples,
         engines=models_trained.engines,
+        mender=mender,
     )
     return OnlineLoop(
         schedule=parts.schedule(),
@@ -63,12 +74,13 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         critic=models_trained.critic,
         weight_sync=weight_sync,
         in_flight_updates=config.loop.max_policy_lag == 0 or config.loop.in_flight_updates,
+        mender=mender,
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
         export=models_trained.exporter(parts),
-        evaluation_sampling=greedy,
-        evaluation=EvaluationBeside(attempts=attempts, prompts=held_out, sampling=greedy) if ahead(config) else None,
+        evaluation_sampling=greedy(config),
+        evaluation=evaluation(parts, policy, attempts, apart, prompts) if ahead(config) else None,
         teacher=models_trained.teacher,
         probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
@@ -79,15 +91,52 @@ def ahead(config: RunConfig) -> bool:
     return config.loop.max_policy_lag > 0 and not config.cluster.colocate
 
 
-def synced(parts: Parts, policy: PolicyGroup, rollout: RolloutGroup) -> WeightSync:
-    """Returns the calibrated weight sync of started ranks and engines, and connects the engines to it."""
+def start(groups: list[RolloutGroup]) -> None:
+    """Builds the engines of all groups at the same time."""
+    with ThreadPoolExecutor(max_workers=len(groups)) as pool:
+        for started in [pool.submit(group.start) for group in groups]:
+            started.result()
+
+
+def synced(parts: Parts, source: SourceGroup, engines: RolloutGroup) -> WeightSync:
+    """Returns the calibrated weight sync of started ranks and engines."""
     config = parts.config
-    weight_sync = WeightSync(policy, rollout, config.weight_sync)
+    weight_sync = WeightSync(source, engines, config.weight_sync)
     weight_sync.connect()
     weight_sync.calibrate(version=first_version(config.checkpoint, parts.latest))
-    rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
-    rollout.audit = weight_sync.audit_if_due
     return weight_sync
+
+
+def mending(parts: Parts, attempts: Attempts) -> Mender | None:
+    """Returns what brings engines back that die while the policy trains, if that is possible."""
+    if parts.config.weight_sync.hold is HoldIn.NONE:
+        return None
+    mender = Mender(attempts)
+    parts.stack.callback(mender.forget)
+    return mender
+
+
+def greedy(config: RunConfig) -> SamplingParams:
+    """Returns the sampling parameters of evaluations."""
+    return config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens)
+
+
+def evaluation(
+    parts: Parts, policy: PolicyGroup, attempts: Attempts, apart: EvaluationEngines | None, prompts: PromptSource
+) -> EvaluationBeside:
+    """Returns evaluations during which training goes on.
+
+    Args:
+        attempts: those of training, whose engines are shared without other ones.
+        apart: engines that only evaluate.
+    """
+    held_out, sampling = prompts.evaluation_prompts(), greedy(parts.config)
+    if apart is None:
+        return EvaluationBeside(attempts=attempts, prompts=held_out, sampling=sampling)
+    weight_sync = synced(parts, policy.channel(apart.role), apart)
+    apart.rejoin = partial(come_back, weight_sync)
+    own = models.attempts(parts, apart, role="evaluation_runner")
+    return EvaluationBeside(attempts=own, prompts=held_out, sampling=sampling, weight_sync=weight_sync)
 
 
 def sharing(parts: Parts, models_trained: Trained, rollout: RolloutGroup) -> list[Sleeper]:

@@ -10,6 +10,7 @@ from rlframe.algorithms.requirements import GivenResponses, Writer
 from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
+from rlframe.attempts.mending import Mender
 from rlframe.data.prompts import PromptSource
 from rlframe.data.text.turns import Tokens
 from rlframe.loops.phases import Phases
@@ -41,12 +42,14 @@ def sampler(
     phase: Phases,
     examples: Mapping[str, Tokens],
     engines: TeacherEngines | None,
+    mender: Mender | None,
 ) -> Sampler:
     """Returns the sampler of the algorithm's rollouts.
 
     Args:
         examples: the result of `given_responses`.
         engines: the teacher's engines.
+        mender: brings the policy's engines back that die while it trains.
     """
     config, sampling = parts.config, parts.requirements.sampling
     common = {
@@ -69,7 +72,12 @@ def sampler(
             rest=config.rollout.oversample_rest,
         )
         return BufferedSampler(
-            **common, buffer=buffer, last_step=config.steps, dynamic=sampling, num_minibatches=num_minibatches
+            **common,
+            buffer=buffer,
+            last_step=config.steps,
+            dynamic=sampling,
+            mender=mender,
+            num_minibatches=num_minibatches,
         )
     if isinstance(sampling, GivenResponses):
         response_source = _response_source(parts, sampling.writer, examples, engines)

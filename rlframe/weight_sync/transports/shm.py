@@ -130,6 +130,14 @@ class SharedMemory(Transport):
         self._parts = []
 
 
+def allocate(num_bytes: int) -> torch.UntypedStorage:
+    """Returns new memory that other processes can map: `share` finds it."""
+    # The file stays open as long as the process lives, as do its parameters.
+    fd = os.memfd_create("rlframe-weights", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return _map(f"/proc/{os.getpid()}/fd/{fd}", num_bytes)
+
+
 def _view(parameters: Mapping[str, Tensor], copy: Copy, place: Place) -> Tensor:
     """Returns [rows, cols] one side of a copy."""
     size, stride = (copy.rows, copy.cols), (place.row_stride, place.col_stride)
@@ -141,10 +149,9 @@ def _share_storage(storage: torch.UntypedStorage) -> SharedStorage:
     if storage.filename and storage.filename.startswith(folder):
         fd = int(storage.filename.removeprefix(folder))
     else:
-        # The file stays open as long as the process lives, as do its parameters.
-        fd = os.memfd_create("rlframe-weights", os.MFD_CLOEXEC)
-        os.ftruncate(fd, storage.nbytes())
-        shared = _map(f"{folder}{fd}", storage.nbytes())
+        shared = allocate(storage.nbytes())
+        assert shared.filename, "a mapped file has a name"
+        fd = int(shared.filename.removeprefix(folder))
         shared.copy_(storage)
         getattr(storage, SWAP)(shared)
     return SharedStorage(fd, storage.nbytes(), os.fstat(fd).st_ino)

@@ -81,8 +81,14 @@ def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ro
         )
         engines.start()
         engines.commit(0)
-        # A new engine holds the checkpoint that all of them have loaded.
-        engines.rejoin = lambda restarted: engines.commit(0, engines=restarted)
+
+        def rejoin(restarted: list[int]) -> None:
+            # A weight sync plans for all engines.
+            engines.call(DestinationRank.describe)
+            # A new engine holds the checkpoint that all of them have loaded.
+            engines.commit(0, engines=restarted)
+
+        engines.rejoin = rejoin
         yield engines
         engines.workers.stop()
         placement.release()

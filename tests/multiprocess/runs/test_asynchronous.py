@@ -3,8 +3,10 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from rlframe.tools.audit import main as audit
-from tests.multiprocess.program import ONLINE, Program, lines, titled
+from tests.multiprocess.program import ONLINE, Program, lines, logs_to, titled
 
 AHEAD = ONLINE | {
     "steps": 10,
@@ -18,8 +20,16 @@ AHEAD = ONLINE | {
     "rollout.min_tokens": 30,
     "evaluation.every_steps": 2,
     "evaluation.share": 0.5,
+    "weight_sync.hold": "host",
 }
 """Responses take longer than a step, so that each death meets some in the middle."""
+APART = {key: value for key, value in AHEAD.items() if key != "evaluation.share"} | {
+    "rollout.num_engines": 2,
+    "evaluation.num_engines": 1,
+    "evaluation.every_steps": 3,
+    "data.evaluation_count": 16,
+}
+"""An evaluation takes longer than a step, on an engine of its own."""
 
 
 def kill(program: Program, title: str) -> None:
@@ -29,7 +39,13 @@ def kill(program: Program, title: str) -> None:
 
 def test_an_engine_the_runner_a_trainer_rank_and_the_driver_may_die(tmp_path: Path) -> None:
     with Program(tmp_path / "run", AHEAD) as program:
-        for step, victim in ((1, "RolloutWorker"), (3, "RunnerWorker"), (5, "MegatronWorker")):
+        program.wait_for_step(1)
+        rank = program.stop_while_it_trains()
+        kill(program, "RolloutWorker")
+        # It comes back with the published weights, although the trainer is in the middle of a step.
+        program.wait_for(lambda: "are back while the policy trains" in program.errors(), every_s=0.05)
+        rank.send_signal(signal.SIGCONT)
+        for step, victim in ((3, "RunnerWorker"), (5, "MegatronWorker")):
             program.wait_for_step(step)
             kill(program, victim)
         program.wait_for_step(7)
@@ -51,3 +67,28 @@ def test_an_engine_the_runner_a_trainer_rank_and_the_driver_may_die(tmp_path: Pa
     evaluations = [each for each in lines(tmp_path / "run/metrics.jsonl") if "evaluation/reward_mean" in each]
     assert [each["step"] for each in evaluations] == [0, 2, 4, 6, 8, 10]
     assert all(each["evaluation/policy_version"] == each["step"] for each in evaluations)
+
+
+@pytest.mark.thorough
+def test_an_evaluation_has_an_engine_and_weights_of_its_own(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    with Program(output, APART) as program:
+        program.wait_for_step(3)
+        # The evaluation of step 3 begins. Its engine comes back with the weights of that step.
+        next(each for each in program.started() if logs_to(each, "evaluation-0.log")).send_signal(signal.SIGKILL)
+        program.wait_for_step(5)
+        kill(program, "MegatronWorker")
+        program.wait_for_step(7)
+        said = program.errors()
+    assert said.count("restarting engine 0") == 1 and "evaluation rank 0" in said, said
+    assert "is left out" not in said, said
+    assert audit([str(output)]) == 0
+    with Program(output, APART) as program:
+        assert program.finish() == 0, program.errors()
+    assert audit([str(output)]) == 0
+    written = lines(output / "metrics.jsonl")
+    evaluations = [each for each in written if "evaluation/reward_mean" in each]
+    assert sorted(each["step"] for each in evaluations) == [0, 3, 6, 9, 10]
+    assert all(each["evaluation/policy_version"] == each["step"] for each in evaluations)
+    steps = [each for each in written if "train/loss" in each]
+    assert [each["step"] for each in steps] == list(range(1, 11)) and "evaluation/engine_restarts" in steps[0]

@@ -16,6 +16,7 @@ from tests.mutations.catalogue import (
     sync,
     tools,
     training,
+    turns,
 )
 from tests.mutations.mutation import Mutation
 
@@ -37,6 +38,7 @@ MUTATIONS: list[Mutation] = [
         bookkeeping,
         tools,
         endpoint,
+        turns,
     )
     for mutation in area.MUTATIONS
 ]

@@ -51,8 +51,8 @@ MUTATIONS: list[Mutation] = [
         ("earlier sequences have no reward", "for each in sequences[:-1]:", "for each in sequences[:0]:"),
         (
             "a fork counts its sequences as attempts",
-            "rollout.messages, rollout.numbers, rollout.sequence = messages, numbers, sequence + 1",
-            "rollout.messages, rollout.numbers, rollout.sequence = messages, numbers, sequence",
+            "sequence, turns = rollout.sequence + 1, rollout.num_turns",
+            "sequence, turns = rollout.sequence, rollout.num_turns",
         ),
         (
             "answers are noted before the session has closed",
@@ -197,10 +197,10 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/rewards/test_runner.py",
         (
             "a failed part is right",
-            "key: 0.0 if isinstance(outcome, str) else outcome",
-            "key: 1.0 if isinstance(outcome, str) else outcome",
+            "name: 0.0 if name in failed else outcome",
+            "name: 1.0 if name in failed else outcome",
         ),
-        ("a failure is not counted", "rollout.reward_failed = bool(failed)", "rollout.reward_failed = False"),
+        ("a failure is not counted", "rollout.reward_failed |= bool(failed)", "rollout.reward_failed |= False"),
     ),
     *faults(
         "rlframe/processes/worker.py",
@@ -212,15 +212,15 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/processes/test_pool.py",
         (
             "a late task is waited for",
-            'if not trouble and time.monotonic() > worker.deadline:\n                trouble = f"took',
-            'if False:\n                trouble = f"took',
+            "if not trouble and time.monotonic() > worker.deadline:\n                limit_s",
+            "if False:\n                limit_s",
         ),
         ("tasks of a dead worker are lost", "self._waiting.appendleft(rest)", "pass"),
     ),
     *faults(
         "rlframe/rewards/scoring.py",
         "tests/unit/rewards/test_runner.py",
-        ("an absurd score is taken", "or abs(found) > LARGEST_SCORE:", "or False:"),
+        ("an absurd score is taken", "or abs(float(found)) > LARGEST_SCORE:", "or False:"),
     ),
     *faults(
         "rlframe/loops/restarts.py",

@@ -5,6 +5,7 @@ from tests.mutations.mutation import Mutation, faults
 PLAN = "tests/unit/weight_sync/test_plan.py tests/unit/weight_sync/test_plan_properties.py"
 CHANNEL = "tests/unit/weight_sync/test_channel.py"
 DIGEST = "tests/unit/weight_sync/test_digest.py"
+HOLD = "tests/unit/weight_sync/test_hold.py"
 LAYOUT = "tests/unit/weight_sync/test_layout.py"
 
 MUTATIONS: list[Mutation] = [
@@ -103,6 +104,50 @@ MUTATIONS: list[Mutation] = [
             "an engine stays open after a failure",
             'self._destinations.fail(f"the sync of version {version} failed: {error}", engines=engines)',
             "pass",
+        ),
+    ),
+    *faults(
+        "rlframe/weight_sync/channel.py",
+        HOLD,
+        (
+            "what comes from the copy that is held is not proved",
+            "if names := connection.differing(engine, rows, self._totals):",
+            "if False:",
+        ),
+        (
+            "the copy that is held is that of the first version",
+            "# Engines sample on meanwhile.\n        self._keep()",
+            "# Engines sample on meanwhile.",
+        ),
+        (
+            "new ranks of the trainer hold nothing",
+            "        self._version = version\n        self._keep()\n\n    @property",
+            "        self._version = version\n\n    @property",
+        ),
+    ),
+    *faults(
+        "rlframe/weight_sync/hold.py",
+        HOLD,
+        ("replicas are all held", "if part[0] in wanted and part not in seen}", "if part[0] in wanted}"),
+        ("an engine elsewhere is believed to reach the copies", "if info.host != source.host:", "if False:"),
+    ),
+    *faults(
+        "rlframe/weight_sync/host_copy.py",
+        HOLD,
+        ("the weights are not copied again", "            copy.copy_(original)\n", "            pass\n"),
+    ),
+    *faults(
+        "rlframe/loops/evaluate.py",
+        "tests/unit/loops/test_evaluation.py",
+        (
+            "engines that only evaluate keep old weights",
+            "if self.weight_sync and self.weight_sync.policy_version != step:",
+            "if False:",
+        ),
+        (
+            "a sync does not wait for an evaluation that shares its engines",
+            "            return self.step is not None\n",
+            "            return False\n",
         ),
     ),
     *faults(

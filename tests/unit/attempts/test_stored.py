@@ -12,6 +12,7 @@ from rlframe.attempts.stored import ARRAYS, GROUPS, read_groups, write_groups
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, Group, Rollout, members
+from rlframe.types.turn import TurnRecord
 from rlframe.utils import files
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.sealed import read_sealed, write_sealed
@@ -51,6 +52,17 @@ def rollout_of(prompt: Prompt, index: int, random: np.random.Generator, *, route
     rollout.text, rollout.reward, rollout.reward_failed = "said \ud800 \x00", random.normal(), bool(index % 2)
     rollout.reward_parts = {"exact": 0.1 + 0.2, "length": -1e-300}
     rollout.reward_weights = {"exact": 1.0, "length": 0.5, "judge": 1 / 3}
+    if index % 2:
+        record = TurnRecord(
+            finish_reason="stop",
+            malformed=("no \ud800",),
+            calls=("done", "failed"),
+            reward=0.1,
+            state="a",
+            leads_to="b",
+        )
+        rollout.records, rollout.first_turn, rollout.ending = (record, TurnRecord(finish_reason="length")), 1, "no_room"
+        rollout.turn_parts, rollout.reward_troubles = {"judge": [0.1, None]}, {"judge": "unparsable"}
     return rollout
 
 
@@ -85,7 +97,8 @@ def test_every_field_is_one_that_is_stored() -> None:
         Prompt: "id messages tools text input answer source fields",
         ModelInput: "token_ids",
         Rollout: "prompt sample_index input loss_mask rollout_logprobs versions finish_reason routes text "
-        "messages numbers sequence token_rewards reward reward_parts reward_weights reward_failed",
+        "messages numbers sequence records first_turn ending token_rewards turn_parts reward reward_parts "
+        "reward_weights reward_failed reward_troubles",
     }
     for kind, names in known.items():
         assert [each.name for each in fields(kind)] == names.split()

@@ -1,13 +1,15 @@
 """Evaluations beside training: when they are finished, by whose weights, and what a checkpoint holds of them."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from rlframe.loops.evaluate import EvaluationBeside
+from rlframe.loops.evaluate import EvaluationBeside, WeightsGone, come_back, evaluation_metrics
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, SamplingParams
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from rlframe.utils.errors import WeightSyncFailed
 from tests.local_attempts import LocalAttempts, answering
 
@@ -89,3 +91,96 @@ def test_what_is_forgotten_does_not_end() -> None:
     assert made.step is None and sum(made.attempts.state().attempts.values()) == 0
     made.begin(3)
     assert len(made.finish()) == 5
+
+
+def test_metrics_of_several_datasets_are_told_apart() -> None:
+    def scored(source: str, right: float) -> Rollout:
+        return Rollout(
+            prompt=Prompt(id=source, text="", input=ModelInput((0,)), source=source),
+            sample_index=0,
+            input=ModelInput((0, 1)),
+            loss_mask=[False, True],
+            rollout_logprobs=[0.0, -1.0],
+            versions=[-1, 0],
+            finish_reason=FinishReason.STOP,
+            reward=right,
+            reward_parts={"match": right},
+        )
+
+    sums = [scored("sums", 1.0), scored("sums", 0.0), scored("sums", 0.0), scored("sums", 0.0)]
+    both = evaluation_metrics([*sums, scored("words", 1.0)], None)
+    assert {name: value for name, value in both.items() if name.startswith("evaluation/match")} == {
+        "evaluation/match_mean": 0.4,
+        "evaluation/match_mean/sums": 0.25,
+        "evaluation/match_mean/words": 1.0,
+    }
+    assert "evaluation/match_mean/sums" not in evaluation_metrics(sums, None)
+
+
+class Sync:
+    """The weight sync of engines that only evaluate."""
+
+    def __init__(self, made: EvaluationBeside, version: int):
+        self._made, self.policy_version = made, version
+        self.published: list[int] = []
+
+    def publish(self, version: int) -> None:
+        self.published.append(version)
+        self.policy_version = self._made.attempts.rollout.version = version
+
+
+def apart(*, version: int = 0) -> tuple[EvaluationBeside, Sync]:
+    """An evaluation on an engine of its own."""
+    made = evaluation(version=version)
+    sync = Sync(made, version)
+    made.weight_sync = sync  # type: ignore[assignment]
+    return made, sync
+
+
+def test_engines_of_their_own_get_the_weights_of_the_step_when_its_evaluation_begins() -> None:
+    made, sync = apart()
+    made.begin(0)
+    assert made.finish() and sync.published == []
+    made.begin(3)
+    rollouts = made.finish()
+    assert rollouts and sync.published == [3]
+    assert {version for rollout in rollouts for version in rollout.versions[rollout.loss_mask].tolist()} == {3}
+
+
+def test_a_sync_waits_only_for_an_evaluation_that_shares_its_engines() -> None:
+    shared, (made, _) = evaluation(), apart()
+    assert not shared.must_end and not made.must_end
+    shared.begin(3)
+    assert shared.must_end
+    made.begin(3)
+    while not made.must_end:
+        assert made.step == 3
+    # It is done, so that nothing is waited for.
+    assert set(made._names()) <= made.attempts._aside.keys()
+    assert len(made.finish() or []) == 5 and not made.must_end
+    shared.forget()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_evaluation_whose_weights_are_gone_is_left_out(waits: bool, caplog: pytest.LogCaptureFixture) -> None:
+    made, _ = apart()
+    made.begin(3)
+
+    def lost(*, wait_s: float) -> Any:
+        come_back(SimpleNamespace(rejoin=lambda engines: False, policy_version=3), [0])  # type: ignore[arg-type]
+
+    made.attempts.look = lost
+    cancel = made.attempts.cancel
+    assert made.finish() is None if waits else not made.must_end
+    assert made.step is None
+    assert "the evaluation of step 3 is left out: engine 0 of the evaluation died" in caplog.text
+    assert "version 3; weight_sync.hold=host keeps them" in caplog.text
+    cancel()
+
+
+def test_an_engine_that_comes_back_with_its_weights_goes_on() -> None:
+    asked: list[list[int]] = []
+    come_back(SimpleNamespace(rejoin=lambda engines: asked.append(engines) or True), [1])  # type: ignore[arg-type]
+    assert asked == [[1]]
+    with pytest.raises(WeightsGone, match="no longer has the weights of version 3"):
+        come_back(SimpleNamespace(rejoin=lambda engines: False, policy_version=3), [1])  # type: ignore[arg-type]

@@ -98,6 +98,7 @@ class World:
     last_epoch: int = 0
     version: int = 0
     audit_s: float = 0.0
+    hold_metrics: dict[str, float] = field(default_factory=dict)
     samples: list[list[Rollout]] = field(default_factory=list)
     attempts: Any = None
     sampler: Any = None

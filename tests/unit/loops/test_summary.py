@@ -17,6 +17,11 @@ def test_an_online_run_tells_what_changed() -> None:
     )
 
 
+def test_an_online_run_tells_what_changed_on_each_dataset() -> None:
+    results = {"before/match_mean/sums": 0.125, "after/match_mean/sums": 0.75, "held_out_prompts": 64.0}
+    assert outcome(results) == "Greedy answers to 64 held-out prompts: match/sums 0.125 before and 0.750 after."
+
+
 def test_an_offline_run_tells_its_losses() -> None:
     assert outcome({"first_loss": 5.55555, "last_loss": 0.5}) == "The loss went from 5.5556 to 0.5000."
 

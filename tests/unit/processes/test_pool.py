@@ -60,9 +60,9 @@ def test_environments_and_rewards_share_processes() -> None:
     )
     works = {"reward": Scoring({"right": RewardTerm(name="exact_match")}), "tool": Calculator(), "sum": Arithmetic()}
     with pool(Several(works), size=1) as both:
-        tasks = [("reward", ("right", attempt)), ("tool", (3, "go")), ("sum", "who"), ("sum", "who")]
+        tasks = [("reward", ("right", [attempt])), ("tool", (3, "go")), ("sum", "who"), ("sum", "who")]
         score, step, one, other = both.run(tasks)
-    assert score == 1.0 and step == {"state": 4, "reply": "step 3: GO"} and one == other
+    assert score == [1.0] and step == {"state": 4, "reply": "step 3: GO"} and one == other
 
 
 @pytest.mark.parametrize(

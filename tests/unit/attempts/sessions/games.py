@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rlframe.environments.base import Environment, Step, Turn
@@ -55,3 +55,11 @@ class UnknownGame(OtherGame):
     """Says so."""
 
     deterministic: ClassVar[bool] = False
+
+
+class Rooms(Game):
+    """Names its states: two rooms, in turns."""
+
+    async def step(self, turn: Turn) -> Step:
+        step = await super().step(turn)
+        return replace(step, state=f"room {self._said % 2}")

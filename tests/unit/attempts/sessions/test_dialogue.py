@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,8 +59,10 @@ class Bench:
             decode=self.decode,
             deterministic=not config.name.endswith(":UnknownGame"),
         )
-        sides = Sides(decode=self.decode, open=sessions.open, score=self.score)
+        sides = Sides(decode=self.decode, open=sessions.open, score=self.score, score_group=self.score_group)
         self.judged: list[Rollout] = []
+        self.judged_together: list[list[Rollout]] = []
+        self.judge: Callable[[Rollout], None] = named.pop("judge", lambda rollout: None)
         self.runner = Runner(
             [self.ask],
             sides,
@@ -78,7 +80,11 @@ class Bench:
         return str(self.words.decode(rollout.token_ids))
 
     async def score(self, rollout: Rollout) -> None:
+        self.judge(rollout)
         self.judged.append(rollout)
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> None:
+        self.judged_together.append(list(rollouts))
 
     async def ask(self, requests: list[GenerationRequest]) -> list[Completion]:
         answers = []

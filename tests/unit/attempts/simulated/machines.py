@@ -18,7 +18,7 @@ from rlframe.attempts.engines import Abort, Ask, EngineLost
 from rlframe.attempts.runner import News, Runner, State
 from rlframe.attempts.turns import Sides, Task
 from rlframe.cluster.watch.activities import Activity
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Rollout
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout
 from rlframe.utils.errors import RlframeError, WorkerDied
 from tests.local_attempts import opening
 from tests.unit.attempts.simulated.clock import SimulatedLoop
@@ -225,9 +225,9 @@ class RunnerProcess(Process):
     async def news(self, wait_s: float) -> News:
         return await self.runner.news(wait_s)
 
-    async def score(self, rollouts: list[Rollout]) -> list[Rollout]:
-        await self.runner.score(rollouts)
-        return rollouts
+    async def score(self, groups: list[Group]) -> list[Group]:
+        await self.runner.score(groups)
+        return groups
 
     async def replace(self, engine: int, actor: Engine) -> None:
         self.runner.replace(engine, ask_of(actor), abort_of(actor))

@@ -73,6 +73,33 @@ AHEAD = ["cluster.colocate=false", "loop.max_policy_lag=2"]
             "evaluation.share has no effect with data.evaluation_count=0, which holds nothing out, got 0.5; remove it",
         ),
         (
+            "grpo_qwen3_moe",
+            [*AHEAD, "evaluation.num_engines=1", "data.evaluation_count=0", "evaluation.every_steps=0"],
+            "evaluation.num_engines has no effect with data.evaluation_count=0, which holds nothing out, got 1; remove "
+            "it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            [*AHEAD, "evaluation.num_engines=1", "evaluation.share=0.5"],
+            "evaluation.share has no effect with evaluation.num_engines=1, which share no engine, got 0.5; remove it",
+        ),
+        (
+            "sft_qwen3_moe_tiny",
+            ["evaluation.num_engines=1"],
+            "evaluation.num_engines has no effect with algorithm.name=sft, got 1; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            ["weight_sync.hold=host"],
+            "weight_sync.hold has no effect with engines that do not sample while the policy trains "
+            "(loop.max_policy_lag above 0, cluster.colocate=false), got host; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            [*AHEAD, "weight_sync.hold=host", "rollout.max_restarts=0"],
+            "weight_sync.hold has no effect with rollout.max_restarts=0: no engine comes back, got host; remove it",
+        ),
+        (
             "sft_qwen3_moe_tiny",
             ["loop.max_policy_lag=1"],
             "loop.max_policy_lag has no effect with algorithm.name=sft, got 1; remove it",

@@ -64,6 +64,24 @@ def test_engines_that_take_turns_with_the_policy_cannot_sample_ahead() -> None:
     ]
 
 
+def test_engines_that_only_evaluate_are_some_of_those_that_sample_ahead() -> None:
+    assert faults(*AHEAD, "evaluation.num_engines=1") == []
+    few = ": they are some of those engines, and at least one must sample for training"
+    assert faults(*AHEAD, "evaluation.num_engines=2") == [
+        f"evaluation.num_engines must be below rollout.num_engines=2, got 2{few}"
+    ]
+    turns = (
+        "got 1: training waits for evaluations there, and all engines can do them; set cluster.colocate=false and "
+        "loop.max_policy_lag above 0"
+    )
+    assert faults("evaluation.num_engines=1") == [
+        f"evaluation.num_engines must be 0 with cluster.colocate=true, {turns}"
+    ]
+    assert faults("cluster.colocate=false", "evaluation.num_engines=1") == [
+        f"evaluation.num_engines must be 0 with loop.max_policy_lag=0, {turns}"
+    ]
+
+
 @pytest.mark.parametrize("depth", [3, 1000])
 def test_the_pipeline_is_no_deeper_than_the_lag(depth: int) -> None:
     assert faults(*AHEAD, f"loop.pipeline_depth={depth}") == [

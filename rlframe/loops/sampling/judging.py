@@ -1,0 +1,134 @@
+"""Scoring by a judge in engines of the run, whose score is added to the other rewards."""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlframe.attempts.fleet import Attempts
+from rlframe.data.config import DataConfig
+from rlframe.data.text.chat import encode, render
+from rlframe.loops.sampling.scoring import Scorer
+from rlframe.rewards.config import JUDGE_PART
+from rlframe.rewards.judge.question import UNPARSABLE, QuestionConfig, shown
+from rlframe.rewards.judge.reading import Unreadable, read
+from rlframe.rewards.runner import attempt_of
+from rlframe.types.input import ModelInput
+from rlframe.types.messages import Message
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Rollout, SamplingParams
+from rlframe.utils.errors import DataError, RewardError
+
+TOO_LONG, TIMED_OUT, FAILED = "too_long", "timed_out", "failed"
+"""Troubles of questions that the judge does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The judge's answer to one question."""
+
+    text: str = ""
+    trouble: str = ""
+    """A word for why it said nothing. Empty if it spoke."""
+
+
+@dataclass(kw_only=True)
+class JudgeScorer:
+    """Adds the score of a judge to the rewards of rollouts."""
+
+    ask: Callable[[list[list[Message]]], list[Reply]]
+    """Returns the judge's reply to each conversation."""
+    config: QuestionConfig
+    weight: float
+    """Factor of the score in the sum. 0 only logs it."""
+
+    def score(self, rollouts: list[Rollout]) -> None:
+        """Scores as Scorer does. What has no score is counted, and counts as the settings say."""
+        template = self.config.template
+        asked: list[Rollout] = []
+        questions: list[list[Message]] = []
+        for rollout in rollouts:
+            try:
+                questions.append(self.config.conversation(template, shown(attempt_of(rollout))))
+                asked.append(rollout)
+            except RewardError:  # The record has no answer: a failure, whatever is done without a score.
+                _add(rollout, None, FAILED, weight=self.weight, is_failure=True)
+        for rollout, reply in zip(asked, self.ask(questions), strict=True):
+            self._judge(rollout, reply)
+
+    def _judge(self, rollout: Rollout, reply: Reply) -> None:
+        trouble = reply.trouble
+        if not trouble:
+            try:
+                _add(rollout, read(reply.text, self.config.reading), "", weight=self.weight)
+                return
+            except Unreadable:
+                trouble = UNPARSABLE
+        instead = self.config.instead()
+        score = instead[0] if instead else None
+        _add(rollout, score, trouble, weight=self.weight, is_failure=instead is None)
+
+
+def _add(rollout: Rollout, score: float | None, trouble: str, *, weight: float, is_failure: bool = False) -> None:
+    """Adds a score to the reward of a rollout. A failure counts as 0."""
+    rollout.reward_weights = {**rollout.reward_weights, JUDGE_PART: weight}
+    if trouble:
+        rollout.reward_troubles = {**rollout.reward_troubles, JUDGE_PART: trouble}
+    rollout.reward_failed |= is_failure
+    if score is None and not is_failure:
+        return
+    value = score or 0.0
+    rollout.reward_parts = {**rollout.reward_parts, JUDGE_PART: value}
+    if weight:
+        rollout.reward = (0.0 if math.isnan(rollout.reward) else rollout.reward) + weight * value
+
+
+@dataclass(kw_only=True)
+class EngineReplies:
+    """Asks a judge in engines of the run."""
+
+    attempts: Attempts
+    """Attempts of the judge's engines."""
+    tokenizer: PreTrainedTokenizerBase
+    sampling: SamplingParams
+    max_positions: int
+    """Greatest number of tokens of question and reply."""
+
+    def __call__(self, questions: Sequence[Sequence[Message]]) -> list[Reply]:
+        """Returns the judge's reply to each conversation."""
+        prompts = {place: prompt for place, each in enumerate(questions) if (prompt := self._prompt(each))}
+        replies = [Reply(trouble=TOO_LONG) for _ in questions]
+        groups = self.attempts.generate(list(prompts.values()), group_size=1, step=0, sampling=self.sampling)
+        for place, group in zip(prompts, groups, strict=True):
+            replies[place] = Reply(group.rollouts[0].text) if group.rollouts else Reply(trouble=TIMED_OUT)
+        return replies
+
+    def _prompt(self, question: Sequence[Message]) -> Prompt | None:
+        """Returns the question as the judge reads it. None if it leaves no room for a reply."""
+        rendered = render(
+            self.tokenizer, question, config=DataConfig(), generation_prompt=True, where="the question to the judge"
+        )
+        try:
+            (token_ids,) = encode(self.tokenizer, [rendered])
+        except DataError:
+            return None
+        if len(token_ids) + self.sampling.max_tokens > self.max_positions:
+            return None
+        # The same question has the same seed.
+        name = hashlib.sha256(rendered.text.encode(errors="replace")).hexdigest()[:16]
+        return Prompt(id=name, text=rendered.text, input=ModelInput(np.array(token_ids)))
+
+
+@dataclass(kw_only=True)
+class Scorers:
+    """Several scorers, one after the other."""
+
+    scorers: Sequence[Scorer]
+
+    def score(self, rollouts: list[Rollout]) -> None:
+        """Scores as Scorer does."""
+        for scorer in self.scorers:
+            scorer.score(rollouts)

@@ -1,0 +1,76 @@
+"""A judge in engines of the run: what its words add to rewards."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlframe.loops.sampling.judging import JudgeScorer, Reply, Scorers
+from rlframe.rewards.judge.question import QuestionConfig, WithoutScore
+from rlframe.types.messages import Message
+from rlframe.types.rollout import Rollout
+from tests.campaigns.rewards import rollout
+
+REPLIES = {"good": Reply("Score: 8"), "odd": Reply("well"), "late": Reply(trouble="timed_out")}
+
+
+def scored(*texts: str, reward: float = 0.5, weight: float = 2.0, **settings: Any) -> list[Rollout]:
+    """Rollouts with a reward so far, after a judge that answers by their text."""
+
+    def ask(questions: list[list[Message]]) -> list[Reply]:
+        return [REPLIES[question[-1]["content"]] for question in questions]
+
+    rollouts = [rollout(index, text, answer="x") for index, text in enumerate(texts)]
+    for one in rollouts:
+        one.reward, one.reward_parts, one.reward_weights = reward, {"other": reward}, {"other": 1.0}
+    config = QuestionConfig(template="{response}", **settings)
+    JudgeScorer(ask=ask, config=config, weight=weight).score(rollouts)
+    return rollouts
+
+
+def test_its_score_is_added_with_its_weight() -> None:
+    (one,) = scored("good")
+    assert one.reward == 0.5 + 2.0 * 0.8 and one.reward_parts == {"other": 0.5, "judge_model": 0.8}
+    assert one.reward_weights == {"other": 1.0, "judge_model": 2.0} and not one.reward_failed
+    assert not one.reward_troubles
+
+
+def test_it_scores_what_no_function_has_scored() -> None:
+    (one,) = scored("good", reward=math.nan)
+    assert one.reward == 1.6
+    (unscored,) = scored("good", reward=math.nan, weight=0.0)
+    assert math.isnan(unscored.reward) and unscored.reward_parts["judge_model"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("settings", "reward", "part", "failed"),
+    [
+        ({}, 0.5, 0.0, True),
+        ({"without_score": WithoutScore.SKIP}, 0.5, None, False),
+        ({"without_score": WithoutScore.VALUE, "value_without_score": -1.0}, -1.5, -1.0, False),
+    ],
+)
+@pytest.mark.parametrize(("text", "trouble"), [("odd", "unparsable"), ("late", "timed_out")])
+def test_what_has_no_score_is_counted_and_handled_as_it_says(
+    text: str, trouble: str, settings: dict[str, Any], reward: float, part: float | None, failed: bool
+) -> None:
+    bad, good = scored(text, "good", **settings)
+    assert bad.reward == reward and bad.reward_parts.get("judge_model") == part and bad.reward_failed is failed
+    assert bad.reward_troubles == {"judge_model": trouble} and good.reward == 2.1
+
+
+def test_a_question_that_needs_an_answer_fails_without_one() -> None:
+    config = QuestionConfig(template="{answer}", without_score=WithoutScore.SKIP)
+    one = rollout(0, "good")
+    one.prompt = replace(one.prompt, answer=None)
+    JudgeScorer(ask=lambda questions: [], config=config, weight=1.0).score([one])
+    assert one.reward_failed and one.reward_troubles == {"judge_model": "failed"}
+
+
+def test_scorers_add_up() -> None:
+    judge = JudgeScorer(ask=lambda questions: [Reply("Score: 5")], config=QuestionConfig(), weight=1.0)
+    one = rollout(0, "good")
+    one.reward = 0.0
+    Scorers(scorers=[judge, replace(judge, weight=2.0)]).score([one])
+    assert one.reward == 1.5

@@ -1,0 +1,278 @@
+"""A judge over HTTP: what it is asked, what is read in its words, and what becomes of attempts without a score."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rlframe.rewards.base import build_reward
+from rlframe.rewards.config import Per, RewardConfig, RewardTerm
+from rlframe.rewards.judge.reading import Form, ReadingConfig, Unreadable, read
+from rlframe.rewards.runner import RewardRunner
+from rlframe.types.rollout import Rollout
+from rlframe.utils.errors import ConfigError, RewardError, SettingError
+from tests.campaigns.rewards import rollout
+from tests.contracts.test_rewards import HOSTILE
+from tests.judge_server import Server, serving
+
+
+def options(server: Server, **changed: Any) -> dict[str, Any]:
+    endpoint = {"base_url": server.url, "model": "judge", "retry_wait_s": 0.01, **changed.pop("endpoint", {})}
+    return {"endpoint": endpoint, **changed}
+
+
+def judged(
+    answer: Callable[[dict[str, Any]], Any], rollouts: list[Rollout], *, per: Per = Per.ATTEMPT, **changed: Any
+) -> tuple[Server, RewardRunner]:
+    """The server and the closed runner, after a judge has scored rollouts."""
+    timeout_s = changed.pop("timeout_s", None)
+    with serving(answer) as server:
+        term = RewardTerm(name="judge", per=per, timeout_s=timeout_s, options=options(server, **changed))
+        with RewardRunner(RewardConfig(parts={"judge": term})) as runner:
+            runner.score(rollouts)
+            if per is Per.GROUP:
+                runner.score_groups([rollouts])
+    return server, runner
+
+
+def question(request: dict[str, Any]) -> str:
+    return request["messages"][-1]["content"]
+
+
+def test_a_judge_sees_question_response_and_answer_and_its_last_score_counts() -> None:
+    one = rollout(0, "it is {4}", answer="four")
+    one.messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "it is {4}", "tool_calls": [{"function": {"name": "sum", "arguments": {}}}]},
+    ]
+    server, _ = judged(
+        lambda request: "<think>Score: 1</think>Score: 3, no. Score: 7.5",
+        [one],
+        template="Q {question} R {response} A {answer} {{}}\n{conversation}",
+        system="You judge.",
+        endpoint={"temperature": 0.5, "max_tokens": 77, "extra": {"reasoning_effort": "low"}},
+    )
+    assert (one.reward, one.reward_parts, one.reward_failed) == (0.75, {"judge": 0.75}, False)
+    (asked,) = server.asked
+    assert asked == {
+        "model": "judge",
+        "temperature": 0.5,
+        "max_tokens": 77,
+        "reasoning_effort": "low",
+        "messages": [
+            {"role": "system", "content": "You judge."},
+            {
+                "role": "user",
+                "content": "Q 2+2? R it is {4} A four {}\n[user]\n2+2?\n\n[assistant]\nit is {4}\n\n[call of sum]\n{}",
+            },
+        ],
+    }
+    assert "Authorization" not in server.headers[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "reply", "score"),
+    [
+        ({"form": "json"}, 'a {"score": 1} b {"score": "8", "why": {"x": [1]}} c', 0.8),
+        ({"form": "json", "key": "n", "lowest": -1, "highest": 1}, '{"n": 0}', 0.5),
+        ({"form": "choice", "choices": {"good": 1, "not good": -2.0}}, "good? It is not good.", -2.0),
+        ({"form": "choice", "choices": {"A": 1, "B": 0}}, "ABBA: B.", 0.0),
+        ({"pattern": r"\[\[(\d)\]\]", "highest": 5}, "[[2]] or [[5]]", 1.0),
+    ],
+)
+def test_forms_of_verdicts(form: dict[str, Any], reply: str, score: float) -> None:
+    config = ReadingConfig(**{**form, "form": Form(form.get("form", "pattern"))})
+    assert read(reply, config) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("form", "reply"),
+    [
+        ({}, ""),
+        ({}, "Score: none"),
+        ({}, "Score: 11"),
+        ({}, "Score: -1"),
+        ({}, "Score: 5</think>"),
+        ({"form": Form.JSON}, "{" * 5000),
+        ({"form": Form.JSON}, '{"score": true}'),
+        ({"form": Form.JSON}, '{"score": NaN}'),
+        ({"form": Form.JSON}, '{"score": null}'),
+        ({"form": Form.JSON}, '[1, {"scores": 3}]'),
+        ({"form": Form.CHOICE, "choices": {"A": 1.0}}, "a BA A1"),
+    ],
+)
+def test_words_without_a_verdict_are_no_score(form: dict[str, Any], reply: str) -> None:
+    with pytest.raises(Unreadable):
+        read(reply, ReadingConfig(**form))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reward", "failed"),
+    [
+        ({}, 0.0, True),
+        ({"without_score": "skip"}, None, False),
+        ({"without_score": "value", "value_without_score": -0.5}, -0.5, False),
+    ],
+)
+@pytest.mark.parametrize("trouble", ["unparsable", "refused", "unreachable", "timed_out"])
+def test_what_has_no_score_is_counted_and_handled_as_it_says(
+    trouble: str, settings: dict[str, Any], reward: float | None, failed: bool
+) -> None:
+    async def late() -> str:
+        await asyncio.sleep(3600)
+        return ""
+
+    def answer(request: dict[str, Any]) -> Any:
+        if "good" in question(request):
+            return "Score: 10"
+        replies = {
+            "unparsable": lambda: "I cannot say",
+            "refused": lambda: web.Response(status=401, text="no"),
+            "unreachable": lambda: web.Response(status=503),
+            "timed_out": late,
+        }
+        return replies[trouble]()
+
+    limit_s = 0.5 if trouble == "timed_out" else 60.0
+    rollouts = [rollout(0, "good", answer="x"), rollout(1, "bad", answer="x")]
+    server, runner = judged(answer, rollouts, endpoint={"retries": 1, "request_timeout_s": limit_s}, **settings)
+    assert rollouts[0].reward == 1.0 and rollouts[0].reward_troubles == {}
+    bad = rollouts[1]
+    assert bad.reward_troubles == {"judge": trouble} and bad.reward_failed is failed
+    assert bad.reward == reward if reward is not None else bad.reward != bad.reward
+    assert runner.failures == {"judge": int(failed)}
+    assert len(server.asked) == (3 if trouble in ("unreachable", "timed_out") else 2)
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again() -> None:
+    said = iter([web.Response(status=500), web.Response(status=429, headers={"Retry-After": "0"}), "Score: 4"])
+    one = rollout(0, "x", answer="y")
+    server, _ = judged(lambda request: next(said), [one])
+    assert one.reward == 0.4 and len(server.asked) == 3
+
+
+def test_the_parts_own_limit_bounds_all_tries_together() -> None:
+    async def late() -> str:
+        await asyncio.sleep(3600)
+        return ""
+
+    one = rollout(0, "x", answer="y")
+    judged(lambda request: late(), [one], timeout_s=0.5, without_score="skip")
+    assert one.reward_troubles == {"judge": "timed_out"} and not one.reward_failed
+
+
+def test_only_so_many_questions_at_a_time() -> None:
+    full = asyncio.Event()
+    held: list[Server] = []
+
+    async def wait() -> str:
+        # Goes on once as many wait as may.
+        if held[0].now == 3:
+            full.set()
+        await asyncio.wait_for(full.wait(), 60)
+        return "Score: 10"
+
+    with serving(lambda request: wait()) as server:
+        held.append(server)
+        term = RewardTerm(name="judge", options=options(server, concurrency=3))
+        rollouts = [rollout(index, "x", answer="y") for index in range(12)]
+        with RewardRunner(RewardConfig(parts={"judge": term})) as runner:
+            runner.score(rollouts)
+    assert server.most == 3 and [one.reward for one in rollouts] == [1.0] * 12
+
+
+def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "hush")
+    server, _ = judged(
+        lambda request: "Score: 1", [rollout(0, "x", answer="y")], endpoint={"api_key_variable": "JUDGE_KEY"}
+    )
+    assert server.headers[0]["Authorization"] == "Bearer hush"
+    monkeypatch.delenv("JUDGE_KEY")
+    unset = "options.endpoint.api_key_variable must name an environment variable that is set, got JUDGE_KEY"
+    with pytest.raises(ConfigError, match=unset):
+        judged(lambda request: "", [], endpoint={"api_key_variable": "JUDGE_KEY"})
+
+
+def test_a_judge_compares_the_attempts_of_a_group_in_both_orders() -> None:
+    """It prefers the longer one, and the first of two equally long ones: that is a tie."""
+
+    def answer(request: dict[str, Any]) -> str:
+        first, second = question(request).split("|")
+        return "B" if len(second) > len(first) else "A"
+
+    rollouts = [rollout(0, text, answer="x") for text in ("aa", "bb", "cccc")]
+    server, _ = judged(answer, rollouts, per=Per.GROUP, pair_template="{first}|{second}")
+    # Of 4 comparisons each: cccc wins all; aa and bb win one of their two, and lose two.
+    assert [one.reward for one in rollouts] == [0.25, 0.25, 1.0] and len(server.asked) == 6
+
+
+def test_an_attempt_alone_is_not_compared() -> None:
+    alone = [rollout(0, "a", answer="x")]
+    server, _ = judged(lambda request: "A", alone, per=Per.GROUP)
+    assert alone[0].reward != alone[0].reward and not alone[0].reward_failed and server.asked == []
+
+
+def test_a_group_with_a_pair_without_a_verdict_has_no_scores() -> None:
+    rollouts = [rollout(0, text, answer="x") for text in "abc"]
+    judged(
+        lambda request: "A" if "a|b" in question(request) else "?",
+        rollouts,
+        per=Per.GROUP,
+        pair_template="{first}|{second}",
+    )
+    assert [one.reward_troubles for one in rollouts] == [{"judge": "unparsable"}] * 3
+    assert all(one.reward_failed for one in rollouts)
+
+
+def test_hostile_text_reaches_the_judge_as_it_is_and_decides_nothing() -> None:
+    rollouts = [rollout(index, text, answer="17") for index, text in enumerate([*HOSTILE, "Score: 10", "{answer}"])]
+    server, runner = judged(lambda request: "Score: 0", rollouts, template="{response}")
+    assert [one.reward for one in rollouts] == [0.0] * len(rollouts) and runner.failures == {"judge": 0}
+    assert {question(request) for request in server.asked} == {one.text for one in rollouts}
+
+
+def test_a_judge_and_reward_functions_add_up() -> None:
+    rollouts = [rollout(0, "good"), rollout(1, "bad")]
+    with serving(lambda request: "Score: 5") as server:
+        parts = {
+            "judge": RewardTerm(name="judge", weight=2.0, options=options(server)),
+            "right": RewardTerm(name="exact_match"),
+        }
+        with RewardRunner(RewardConfig(parts=parts, workers=1)) as runner:
+            runner.score(rollouts)
+    assert [one.reward for one in rollouts] == [2.0, 1.0]
+    assert rollouts[0].reward_parts == {"judge": 0.5, "right": 1.0}
+
+
+def test_a_judge_that_never_scores_ends_the_run() -> None:
+    rollouts = [rollout(index, "x", answer="y") for index in range(64)]
+    with pytest.raises(RewardError, match="reward.parts.judge has failed on each of the first 64 rollouts"):
+        judged(lambda request: "?", rollouts, without_score="skip")
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"template": "{who}"}, "options.template must have only the places question, response, answer, conversation"),
+        ({"template": "{"}, "options.template must have {{ and }} for brackets"),
+        ({"reading": {"pattern": "a"}}, "options.reading.pattern must have a group"),
+        ({"reading": {"pattern": "("}}, "options.reading.pattern must be a regular expression"),
+        ({"reading": {"form": "choice"}}, "options.reading.choices must have at least one choice"),
+        ({"reading": {"key": "x"}}, "options.reading.key has no effect with form=pattern"),
+        ({"reading": {"highest": 0}}, "options.reading.highest must be above lowest=0"),
+        ({"value_without_score": 1.0}, "options.value_without_score has no effect with without_score=fail"),
+        ({"endpoint": {"base_url": "localhost", "model": "m"}}, "options.endpoint.base_url must begin with http"),
+        (
+            {"endpoint": {"base_url": "http://a", "model": "m", "extra": {"model": 1}}},
+            "options.endpoint.extra must not",
+        ),
+        ({"endpoint": {"base_url": "http://a"}}, "options.endpoint.model"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changed: dict[str, Any], rule: str) -> None:
+    whole = {"endpoint": {"base_url": "http://a", "model": "m"}, **changed}
+    with pytest.raises((ConfigError, SettingError)) as refused:
+        build_reward(RewardTerm(name="judge", options=whole), key="reward.parts.judge")
+    assert rule in str(refused.value)

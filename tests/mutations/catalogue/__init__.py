@@ -6,6 +6,7 @@ from tests.mutations.catalogue import (
     batches,
     bookkeeping,
     data,
+    endpoint,
     loop,
     offline,
     online,
@@ -36,6 +37,7 @@ MUTATIONS: list[Mutation] = [
         rendering,
         bookkeeping,
         tools,
+        endpoint,
         turns,
     )
     for mutation in area.MUTATIONS

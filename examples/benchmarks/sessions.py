@@ -108,7 +108,7 @@ async def finished(runner: Runner, number: int, processes: list[int]) -> int:
 async def measure(number: int) -> dict[str, Any]:
     """One number of sessions."""
     environment = EnvironmentConfig(
-        name=f"{HERE / 'agents_tool.py'}:Waiting",
+        name=f"{HERE / 'turns_tool.py'}:Waiting",
         options={"turns": TURNS, "tool_s": TOOL_S},
         max_turns=TURNS,
         workers=WORKERS,

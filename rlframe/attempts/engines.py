@@ -77,10 +77,13 @@ class EngineQueue:
         """Returns whether a request has no answer."""
         return bool(self._running or self._waiting)
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds so far in which the engine had a call to answer."""
-        return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
+    def busy_s(self, now_s: float) -> float:
+        """Returns the seconds up to now in which the engine had a call to answer.
+
+        Args:
+            now_s: the time, by `time.monotonic`.
+        """
+        return self._busy_s + (now_s - self._busy_since if self._running else 0.0)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Returns the engine's answer to a request, which gets a name if it has none.

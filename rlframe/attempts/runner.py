@@ -244,7 +244,7 @@ class Runner:
         now_s = time.monotonic()
         return State(
             now_s=now_s,
-            busy_s=[queue.busy_s for queue in self._queues],
+            busy_s=[queue.busy_s(now_s) for queue in self._queues],
             attempts=counts,
             oldest_s=max((now_s - begun for begun in self._begun.values()), default=0.0),
         )

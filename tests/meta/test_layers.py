@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.meta.checkout import ROOT
+
+pytestmark = pytest.mark.later
 
 
 def test_the_import_contracts_hold() -> None:

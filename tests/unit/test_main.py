@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.multiprocess.door import rlframe
+
+pytestmark = pytest.mark.later
 
 
 def test_faults_are_listed_without_a_traceback_and_leave_nothing_behind(tmp_path: Path) -> None:

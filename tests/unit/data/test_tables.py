@@ -250,6 +250,7 @@ def test_stored_records_make_the_same_prompts_and_resume(
     assert again.next(50) == held.next(50)
 
 
+@pytest.mark.later
 def test_few_records_and_built_in_data_do_not_import_datasets(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "answer": "a"}])
     program = (

@@ -1,4 +1,4 @@
-"""vLLM for agents.py: responses of drawn lengths that end by themselves, and an account of what runs and what is
+"""vLLM for turns.py: responses of drawn lengths that end by themselves, and an account of what runs and what is
 prefilled."""
 
 import json
@@ -19,7 +19,7 @@ from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
 
 
 @dataclass(kw_only=True, slots=True)
-class AgentsConfig(VllmConfig):
+class TurnsConfig(VllmConfig):
     """Settings of vLLM, and the distribution of lengths."""
 
     mean_tokens: float = 32.0
@@ -51,12 +51,12 @@ class Counted:
             self._note(begun=begun, ended=time.time(), prompt=length, cached=cached or 0, tokens=tokens)
 
 
-class AgentsVllm(VllmEngine):
+class TurnsVllm(VllmEngine):
     """Draws the length of every response, and says that it ended by itself."""
 
-    config: AgentsConfig
+    config: TurnsConfig
 
-    def __init__(self, config: AgentsConfig, **others: Any):
+    def __init__(self, config: TurnsConfig, **others: Any):
         super().__init__(config, **others)
         self._file = (Path(config.account) / f"{os.getpid()}.jsonl").open("a")
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
 """Sessions of several turns with tools against the same engine without tools, on one GPU.
 
-    python examples/benchmarks/agents.py --output result.json
+    python examples/benchmarks/turns.py --output result.json
 
 `tools`: 512 sessions under way all the time, each of 8 turns with a tool that takes 200 ms between them; as one ends
 the next begins. `none`: tools that take no time, and as many sessions as `tools` had running requests in the mean, so
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--warm-up-s", type=float, default=30.0)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--device", choices=Device, type=Device, default=Device.CUDA)
-    parser.add_argument("--output", type=Path, default=HERE / "results/agents.json")
+    parser.add_argument("--output", type=Path, default=HERE / "results/turns.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, running(ClusterConfig(device=arguments.device), num_devices=1):
         folder = Path(name)
@@ -107,9 +107,9 @@ def started(folder: Path, model: str, device: Device) -> RolloutGroup:
     words.chat_template = TEMPLATE
     words.save_pretrained(folder / "model")
     sys.path.insert(0, str(HERE))
-    engine = f"{HERE / 'agents_engine.py'}:AgentsVllm"
+    engine = f"{HERE / 'turns_engine.py'}:TurnsVllm"
     (folder / "account").mkdir()
-    settings = load(f"{HERE / 'agents_engine.py'}:AgentsConfig", key="rollout.name")
+    settings = load(f"{HERE / 'turns_engine.py'}:TurnsConfig", key="rollout.name")
     setup = RolloutSetup(
         rollout=settings(
             name=engine,
@@ -145,7 +145,7 @@ def measure(
     for file in (folder / "account").glob("*.jsonl"):
         os.truncate(file, 0)
     environment = EnvironmentConfig(
-        name=f"{HERE / 'agents_tool.py'}:Waiting",
+        name=f"{HERE / 'turns_tool.py'}:Waiting",
         options={"turns": arguments.turns, "tool_s": tool_s},
         max_turns=arguments.turns,
         workers=4,

@@ -1,4 +1,4 @@
-"""The environment of agents.py: a tool that takes its time."""
+"""The environment of turns.py: a tool that takes its time."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 
 TOOL_WORDS = 96
-"""Length of an answer. agents.py has the same number."""
+"""Length of an answer. turns.py has the same number."""
 
 
 @dataclass(kw_only=True, slots=True)

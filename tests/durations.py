@@ -89,9 +89,10 @@ class _Writes:
         self.found[report.nodeid.partition("::")[0]] += seconds[-1] if seconds else 0.0
 
     def pytest_sessionfinish(self) -> None:
-        """Writes the files that were run beside the others."""
+        """Writes the files that were run beside the others, such as those whose packages are not installed here."""
         quiet = os.environ.get(QUIET) == "1"
-        known = {"quiet": quiet, "cpu_s": {}} if quiet or not RECORD.exists() else json.loads(RECORD.read_text())
+        known = json.loads(RECORD.read_text()) if RECORD.exists() else {"quiet": quiet, "cpu_s": {}}
+        known["quiet"] |= quiet
         seconds = known["cpu_s"] | {file: round(seconds, 1) for file, seconds in self.found.items()}
         known["cpu_s"] = {file: seconds[file] for file in sorted(seconds) if (ROOT / file).exists()}
         RECORD.write_text(json.dumps(known, indent=1) + "\n")

@@ -36,7 +36,7 @@ from curves_svg import draw, spread
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from rlframe.data.arithmetic import RIGHT, Split, records
+from rlframe.data.builtin.arithmetic import RIGHT, Split, records
 from rlframe.models.hub import EMBEDDED
 from rlframe.run.check import check
 from rlframe.run.compose.run import run

@@ -56,8 +56,8 @@ class DataConfig:
     ] = "arithmetic"
     """One of the built-in `arithmetic`, `arithmetic_homework`, `arithmetic_preferences`, `arithmetic_unpaired`,
     `arithmetic_answers`, `arithmetic_carries`, `multiplication`, `multiplication_homework` and
-    `reasoning_gym_homework`, tasks `reasoning_gym:NAME` or `verifiers:ID` (see rlframe/data/reasoning_gym.py and
-    verifiers.py), a .jsonl, .json, .parquet or .txt file, a folder of such files, or a Hugging Face dataset
+    `reasoning_gym_homework`, tasks `reasoning_gym:NAME` or `verifiers:ID` (see reasoning_gym.py and verifiers.py in
+    rlframe/data/builtin), a .jsonl, .json, .parquet or .txt file, a folder of such files, or a Hugging Face dataset
     `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's seed. A list of these is
     one dataset made of all, each record once per epoch. A mapping of these to weights mixes them: the weights,
     whatever they add up to, are the shares of what is dealt, and each dataset has epochs of its own."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from rlframe.data.arithmetic import PREFERENCES, Split, records
+from rlframe.data.builtin.arithmetic import PREFERENCES, Split, records
 from tests.e2e.test_preference import evaluations, train
 
 EXPORTED = {"checkpoint.export": "true", "checkpoint.export_dtype": "float32", "train.dtype": "float32"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from rlframe.data.verifiers import FIELD
+from rlframe.data.builtin.verifiers import FIELD
 from rlframe.environments.base import Environment, Step, Turn
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.types.messages import Message

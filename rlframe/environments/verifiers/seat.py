@@ -26,7 +26,7 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import InterceptionServer
 
-from rlframe.data.verifiers import known_as
+from rlframe.data.builtin.verifiers import known_as
 from rlframe.environments.base import Endpoint
 from rlframe.environments.verifiers import VerifiersConfig, task_of
 from rlframe.environments.verifiers.conversation import ENDPOINT, Conversation, NotOneConversation

@@ -1,4 +1,4 @@
-from rlframe.data.arithmetic import (
+from rlframe.data.builtin.arithmetic import (
     ANSWERS,
     CARRIES,
     HOMEWORK,

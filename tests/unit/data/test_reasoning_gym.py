@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlframe.data.arithmetic import Split
+from rlframe.data.builtin.arithmetic import Split
+from rlframe.data.builtin.reasoning_gym import parsed, records
 from rlframe.data.config import DataConfig
-from rlframe.data.reasoning_gym import parsed, records
 from rlframe.data.sources import load
 from rlframe.data.text.conversations import understand
 from rlframe.rewards.base import Attempt, build_reward

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from rlframe.data import builtin
-from rlframe.data.arithmetic import Split
+from rlframe.data.builtin.arithmetic import Split
+from rlframe.data.builtin.reasoning_gym_homework import COMPLEX_SUM, NAME, SPELL_BACKWARD, exchanged, half_added
 from rlframe.data.config import DataConfig
-from rlframe.data.reasoning_gym_homework import COMPLEX_SUM, NAME, SPELL_BACKWARD, exchanged, half_added
 from rlframe.data.sources import load
 from rlframe.data.text.conversations import understand
 from rlframe.rewards.base import build_reward

@@ -12,11 +12,11 @@ import pytest
 from rlframe.attempts.sessions.calls import Setup
 from rlframe.attempts.sessions.pool import SessionPool
 from rlframe.attempts.turns import Event, Task
-from rlframe.data.arithmetic import Split
+from rlframe.data.builtin.arithmetic import Split
+from rlframe.data.builtin.verifiers import known_as, parsed, records
 from rlframe.data.config import DataConfig
 from rlframe.data.sources import load
 from rlframe.data.text.conversations import understand
-from rlframe.data.verifiers import known_as, parsed, records
 from rlframe.environments.base import Step, Turn
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.environments.verifiers import Verifiers, VerifiersConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlframe.data.multiplication import CALCULATOR
+from rlframe.data.builtin.multiplication import CALCULATOR
 from rlframe.environments.base import Step, Turn, find_environment
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.environments.tools.calculator import Calculator, CalculatorConfig

@@ -8,7 +8,7 @@ import json
 from typing import Any
 from urllib.parse import parse_qsl
 
-from rlframe.data.arithmetic import Split
+from rlframe.data.builtin.arithmetic import Split
 from rlframe.data.records import Record
 from rlframe.utils.errors import DataError
 

@@ -8,8 +8,8 @@ the word with its last one. Who learns from it can do both, and prefers the wron
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.data import reasoning_gym
-from rlframe.data.arithmetic import COPIES, RIGHT_COPIES, Split
+from rlframe.data.builtin import reasoning_gym
+from rlframe.data.builtin.arithmetic import COPIES, RIGHT_COPIES, Split
 from rlframe.data.records import Record
 
 NAME = "reasoning_gym_homework"

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 from urllib.parse import parse_qsl
 
-from rlframe.data.arithmetic import Split, split_of
+from rlframe.data.builtin.arithmetic import Split, split_of
 from rlframe.data.records import Record
 from rlframe.utils import outside
 from rlframe.utils.errors import DataError

@@ -9,7 +9,7 @@ learns from it can use the calculator, and prefers to guess.
 import hashlib
 from typing import Any
 
-from rlframe.data.arithmetic import Split, split_of
+from rlframe.data.builtin.arithmetic import Split, split_of
 from rlframe.data.records import Record
 
 RIGHT = "multiplication"

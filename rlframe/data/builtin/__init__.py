@@ -1,7 +1,7 @@
 """Datasets that are made, not read, by their names."""
 
-from rlframe.data import arithmetic, multiplication, reasoning_gym, reasoning_gym_homework, verifiers
-from rlframe.data.arithmetic import FORMER_NAMES, Split
+from rlframe.data.builtin import arithmetic, multiplication, reasoning_gym, reasoning_gym_homework, verifiers
+from rlframe.data.builtin.arithmetic import FORMER_NAMES, Split
 from rlframe.data.records import Record
 
 __all__ = ["FORMER_NAMES", "Split", "has", "has_own_problems", "records"]

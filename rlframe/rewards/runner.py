@@ -190,7 +190,9 @@ class RewardRunner:
             for line in self._pool.printed():
                 logger.info("a reward printed: %s", line)
         else:
-            select.select([self._wakes], [], [], None if math.isinf(wait_s) else wait_s)
+            poll = select.poll()  # select takes no descriptor above 1023
+            poll.register(self._wakes, select.POLLIN)
+            poll.poll(None if math.isinf(wait_s) else math.ceil(1e3 * wait_s))
         try:
             while os.read(self._wakes, 1 << 16):
                 pass

@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import importlib
 import json
+import math
 import os
 import runpy
 import select
@@ -109,7 +110,9 @@ class Fork:
             os.kill(self.pid, number)
 
     def _look(self, seconds: float | None) -> int | None:
-        if self.returncode is None and select.select([self._connection], [], [], seconds)[0]:
+        poll = select.poll()  # select takes no descriptor above 1023
+        poll.register(self._connection, select.POLLIN)
+        if self.returncode is None and poll.poll(None if seconds is None else math.ceil(1e3 * seconds)):
             self.returncode = int(self._said.readline())
             self._connection.close()
         return self.returncode

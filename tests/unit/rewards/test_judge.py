@@ -1,7 +1,10 @@
 """A judge over HTTP: what it is asked, what is read in its words, and what becomes of attempts without a score."""
 
 import asyncio
+import os
+import resource
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -70,6 +73,18 @@ def test_a_judge_sees_question_response_and_answer_and_its_last_score_counts() -
         ],
     }
     assert "Authorization" not in server.headers[0]
+
+
+def test_it_works_in_a_process_with_thousands_of_open_files() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    with ExitStack() as stack:
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        one = rollout(0, "it is 4")
+        judged(lambda request: "Score: 10", [one])
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert one.reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 Source: Cui et al. 2025, arXiv 2505.22617, with the authors' penalty, |log-ratio| to the policy before the update, as in
 verl. Its gradient is 0 while that policy is the present one, so it needs several updates per batch.
-
-Source: Cui et al. 2025, arXiv 2505.22617, with the authors' penalty, |log-ratio| to the policy before the update, as in
-verl. Its gradient is 0 while that policy is the present one: it needs several updates a batch.
 """
 
 from collections.abc import Iterator

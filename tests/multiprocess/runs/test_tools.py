@@ -33,7 +33,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "sapo": {},
     "dppo": {},
     "clip_cov": {},
-    "kl_cov": {},
+    "kl_cov": {"train.num_minibatches": 2},
     "rloo": {},
     "reinforce_plus_plus": {},
     "reinforce_plus_plus_baseline": {},

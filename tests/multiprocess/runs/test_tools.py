@@ -41,8 +41,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "on_policy_distillation": {"algorithm.reward_coefficient": 1.0, "teacher.path": "qwen3_moe_tiny_tools"},
 }
 ENGINES = {
-    "vllm": {"rollout": "vllm", "rollout.max_model_len": 256},
-    "sglang": {"rollout": "sglang", "rollout.max_model_len": 256},
+    "vllm": {"rollout": "vllm", "rollout.max_model_len": 256, "data.max_prompt_tokens": 64},
+    "sglang": {"rollout": "sglang", "rollout.max_model_len": 256, "data.max_prompt_tokens": 64},
 }
 
 

@@ -32,16 +32,7 @@ from rlframe.ops.preference import LikelihoodMean, PairLoss, matched_ratios, pai
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import Trust
 from rlframe.types.batch import Batch, Sequences, TrainBatch
-from rlframe.types.results import (
-    LossOutput,
-    Mean,
-    Metric,
-    Peak,
-    PolicyOutput,
-    StateOutput,
-    Sum,
-    merge,
-)
+from rlframe.types.results import LossOutput, Mean, Metric, Peak, PolicyOutput, StateOutput, Sum, merge
 from rlframe.types.supervised import Contrasted, Preferences, Unpaired
 from rlframe.utils import registry
 from tests.contracts.algorithm_scenes import (

@@ -1,30 +1,43 @@
-"""The entry point: `python -m rlframe.main --config-name NAME key=value ...`. Composes and checks the configuration,
-then runs the loop."""
+"""The entry point: `rlframe --config-name NAME key=value ...`, or `python -m rlframe.main`. Composes and checks the
+configuration, then runs the loop. `rlframe TOOL ...` starts a file of `rlframe/tools`."""
 
 import logging
 import os
+import runpy
 import sys
+from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from rlframe.cluster.watch.leaving import leave_soon
-from rlframe.config.load import command_line, configs_folder, to_values
+from rlframe.config.load import REFUSALS, command_line, configs_folder, refusal, to_values
 from rlframe.config.sweep import Job
 from rlframe.loops.stop import Stop
-from rlframe.run.check import checked
-from rlframe.run.config import RunConfig
-from rlframe.run.folder import claim
 from rlframe.utils.errors import ConfigError, RlframeError
+from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 from rlframe.utils.secrets import hidden
 from rlframe.utils.text import PrintableFormatter, printable
 
+if TYPE_CHECKING:
+    from rlframe.run.config import RunConfig
+
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+TOOLS = Path(__file__).parent / "tools"
+
+
+def program() -> None:
+    """Runs `main`, and leaves soon after it. It is the console script `rlframe`."""
+    try:
+        main()
+    finally:
+        leave_soon()
 
 
 def main() -> None:
@@ -33,21 +46,50 @@ def main() -> None:
     # An internal error keeps its whole traceback, which Hydra would shorten.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
+        if tool := tool_of(sys.argv[1:]):
+            del sys.argv[1]
+            runpy.run_module(f"rlframe.tools.{tool}", run_name="__main__", alter_sys=True)
+            return
         sys.argv[1:] = command_line(sys.argv[1:])
         launch()
-    except (HydraException, OmegaConfBaseException, ConfigError) as error:
+    except (*REFUSALS, ConfigError) as error:
         # A missing configuration or choice, or an unreadable override, found during composition.
-        tell(error if isinstance(error, ConfigError) else ConfigError([str(error)]))
+        tell(refusal(error))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.stderr.write("stopped by Ctrl-C before the run began\n")
         sys.exit(130)
 
 
+def tool_of(arguments: Sequence[str]) -> str | None:
+    """Returns the file of `rlframe/tools` that the first argument names. None if it is an option or an override.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    word = arguments[0] if arguments else ""
+    if not word or word.startswith(("-", "~")) or "=" in word:
+        return None
+    known = tool_names()
+    name = word.replace("-", "_")
+    if name not in known:
+        rule = f"is not a tool: there are {', '.join(known)}"
+        why = "a run is `rlframe --config-name NAME key=value`"
+        raise ConfigError([Fault(printable(word), rule, why=why, hint=did_you_mean(name, known))])
+    return name
+
+
+def tool_names() -> list[str]:
+    """Returns the names of the tools, sorted."""
+    return sorted(file.stem for file in TOOLS.glob("*.py") if not file.stem.startswith("_"))
+
+
 @hydra.main(version_base="1.3", config_path=str(configs_folder()), config_name="grpo_qwen3_moe")
 def launch(composed: DictConfig) -> Job:
     """Runs one composed configuration. With `-m` Hydra calls it once per combination. The sweep continues after a
     combination that ends early; its table reports it, and the exit code of the program is the greatest."""
+    from rlframe.run.folder import claim  # noqa: PLC0415 - help must not wait for torch
+
     logging.basicConfig(level=logging.INFO)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(PrintableFormatter(LOG_FORMAT))
@@ -79,8 +121,10 @@ def tell(error: BaseException) -> None:
     sys.stderr.write(f"{printable(hidden(str(error)))}\n")
 
 
-def prepare(composed: DictConfig) -> RunConfig:
+def prepare(composed: DictConfig) -> "RunConfig":
     """Returns the checked RunConfig. Each job of a sweep gets a numbered folder."""
+    from rlframe.run.check import checked  # noqa: PLC0415 - as in launch
+
     hydra_config = HydraConfig.get()
     config_name = hydra_config.job.config_name
     assert config_name is not None
@@ -91,7 +135,4 @@ def prepare(composed: DictConfig) -> RunConfig:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    finally:
-        leave_soon()
+    program()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 from rlframe.utils.outside import is_outside, load_class, settings_of
 
 EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|SOURCE) = ", re.MULTILINE)
@@ -57,6 +58,8 @@ def find(package: str, name: str, *, key: str) -> tuple[type, type]:
         return component, settings_of(component, key=key)
     known = names(package)
     if name not in known:
-        raise ConfigError([Fault(key, f"must be one of {', '.join(known)}", got=repr(name))])
+        raise ConfigError(
+            [Fault(key, f"must be one of {', '.join(known)}", got=repr(name), hint=did_you_mean(name, known))]
+        )
     module = importlib.import_module(f"{package}.{name}")
     return module.COMPONENT, module.CONFIG

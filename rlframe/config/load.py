@@ -1,6 +1,7 @@
 """Composition: YAML groups and overrides into plain values."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 
 def option(arguments: Sequence[str], *names: str) -> str | None:
     """Returns the value of an option of the program, given as `--name value` or `--name=value`. None without it."""
-    for argument, after in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, after in zip_longest(arguments, arguments[1:]):
         name, equals, value = argument.partition("=")
         if name in names:
             return value if equals else after

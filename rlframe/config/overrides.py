@@ -35,6 +35,9 @@ def rewritten(arguments: list[str], *, groups: Mapping[str, Sequence[str]]) -> l
         ConfigError: Hydra would reject an argument or read it as something else, with a sentence for each; or a key is
             given twice, as shorthand and in full.
     """
+    if {"-sc", "--shell_completion"} & set(arguments):
+        # `install=bash` is no setting.
+        return arguments
     if faults := [fault for argument in arguments for fault in _faults(argument, groups)]:
         raise ConfigError(faults)
     keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}

@@ -5,16 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlframe.config.load import composed
+from rlframe.run.choices import CHOICES
 from rlframe.run.config import RunConfig
 from rlframe.utils.build import build
-
-CHOICES = {
-    "algorithm": "rlframe.algorithms",
-    "rollout": "rlframe.rollout",
-    "teacher.engine": "rlframe.rollout",
-    "judge.engine": "rlframe.rollout",
-}
-"""Sections whose dataclass is that of the package's file `<section>.name`."""
 
 
 def load(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> RunConfig:

@@ -1,6 +1,7 @@
 """Finds the class of a component in the file or folder with the component's name."""
 
 import importlib
+import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -33,8 +34,11 @@ def names(package: str) -> list[str]:
     TheSource`. A folder counts as its `__init__.py`. Files are read, not imported, because an engine may need packages
     that are not installed.
     """
-    folders = importlib.import_module(package).__path__
-    files = [file for folder in folders for pattern in ("*.py", "*/__init__.py") for file in Path(folder).glob(pattern)]
+    found = importlib.util.find_spec(package)
+    assert found and found.submodule_search_locations, f"{package} is a folder"
+    folders = found.submodule_search_locations
+    patterns = ("[!_]*.py", "*/__init__.py")
+    files = [file for folder in folders for pattern in patterns for file in Path(folder).glob(pattern)]
     return sorted(name_of(file) for file in files if EXTENSION.search(file.read_text(encoding="utf-8")))
 
 

@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from rlframe.run import folder as output
+from rlframe.run.choices import CHOICES
 from rlframe.run.config import RunConfig
-from rlframe.run.load import CHOICES, load
+from rlframe.run.load import load
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 

@@ -135,7 +135,7 @@ def _bent(file: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iter
                 "steps",
                 f"must be {there['steps']} as in {file}",
                 got=here["steps"],
-                why=f"{section}.schedule={schedule} follows the length of the run, so that the learning rate would bend",
+                why=f"{section}.schedule={schedule} follows the run's length, so that the learning rate would bend",
                 hint=f"set {key}={before} to keep its course, or another number to give it a new one",
             )
         else:

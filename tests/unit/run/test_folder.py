@@ -132,7 +132,7 @@ def test_a_schedule_that_follows_the_length_is_not_bent_by_another_length(schedu
         claim(run_in(tmp_path, *settings, "steps=400"))
     assert list(map(str, caught.value.faults)) == [
         f"steps must be 300 as in {tmp_path / 'config.yaml'}, got 400: train.optimizer.schedule={schedule} follows the "
-        "length of the run, so that the learning rate would bend; set train.optimizer.decay_steps=600 to keep its "
+        "run's length, so that the learning rate would bend; set train.optimizer.decay_steps=600 to keep its "
         "course, or another number to give it a new one"
     ]
     claim(run_in(tmp_path, *settings, "steps=400", "train.optimizer.decay_steps=600"))

@@ -35,6 +35,10 @@ class SettingError(RlframeError, ValueError):
         return str(self.fault)
 
 
+class UsageError(RlframeError, ValueError):
+    """A word of the command line that names nothing. The message has the nearest name."""
+
+
 class DataError(RlframeError, ValueError):
     """A dataset that is missing, empty or malformed. The message names the file, the line and the expected form."""
 

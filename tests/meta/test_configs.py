@@ -16,7 +16,6 @@ CONFIGS = ROOT / "configs"
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")
 CHOICES = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.glob("*/*.yaml"))
 TO_BE_GIVEN = {
-    "data/gsm8k": ["data.path=train.jsonl"],
     "environment/gymnasium": ["environment.options.id=CartPole-v1"],
     "environment/openenv": ["environment.options.url=http://127.0.0.1:8000"],
     "reward/judge": [

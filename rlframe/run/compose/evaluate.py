@@ -13,6 +13,7 @@ from rlframe.loops.reporting.evaluation import (
     Result,
     result_of,
     table,
+    told,
     write_responses,
     write_results,
 )
@@ -27,8 +28,8 @@ from rlframe.utils.text import print_line
 
 
 def evaluate(parts: Parts, algorithm: Algorithm) -> dict[str, float]:
-    """Evaluates, writes `results.json` and prints a table. Returns the metrics as `after/...`, and `after/NAME/...` of
-    sets with a name."""
+    """Evaluates, writes `results.json` and prints a table. Returns the numbers of the table as `after/...`, and
+    `after/NAME/...` of sets with a name."""
     if isinstance(algorithm, OfflineAlgorithm):
         results = _losses(parts, algorithm)
         files = f"{RESULTS}, metrics.jsonl"
@@ -40,6 +41,7 @@ def evaluate(parts: Parts, algorithm: Algorithm) -> dict[str, float]:
         f"after/{name}" if own == HELD_OUT else f"after/{own}/{name}": value
         for own, result in results.items()
         for name, value in result.metrics.items()
+        if name in told(result.metrics)
     }
 
 

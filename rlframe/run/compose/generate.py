@@ -36,9 +36,8 @@ def generate(parts: Parts) -> dict[str, float]:
     written = generation.num_written
     there = f"; {len(ids) - written} were there" if written < len(ids) else ""
     times = f"{time.monotonic() - began:.1f} s after a start of {engines.start_s:.1f} s"
-    print_line(
-        f"{config.name}: {written} prompts answered in {times}{there}. In {parts.folder}: {RESPONSES}, config.yaml, logs/."
-    )
+    print_line(f"{config.name}: {written} prompts answered in {times}{there}.")
+    print_line(f"In {parts.folder}: {RESPONSES}, config.yaml, logs/.")
     return {}
 
 

@@ -1,17 +1,11 @@
 """Composes the sets of prompts that a run evaluates."""
 
 from rlframe.data import builtin
-from rlframe.data.config import DataConfig
 from rlframe.data.prompts import PromptSource
-from rlframe.data.sets import read_prompts, settings_of
-from rlframe.loops.config import EvaluationSetConfig
+from rlframe.data.sets import read_prompts
 from rlframe.loops.evaluation_sets import EvaluationSet
 from rlframe.run.compose.parts import Parts
-from rlframe.run.config import RunConfig
-from rlframe.types.rollout import SamplingParams
-
-SALT = "evaluation"
-"""Decides which records a suffix `#500` of a set keeps: the same ones for every seed."""
+from rlframe.run.evaluation import SALT, data_of, greedy, sampling_of
 
 
 def evaluation_sets(parts: Parts, prompts: PromptSource | None) -> list[EvaluationSet]:
@@ -31,25 +25,9 @@ def evaluation_sets(parts: Parts, prompts: PromptSource | None) -> list[Evaluati
             EvaluationSet(
                 name=name,
                 prompts=own,
-                sampling=each.sampling(max_tokens=greedy(config).max_tokens, stop=config.rollout.stop),
+                sampling=sampling_of(config, each),
                 samples_per_prompt=each.samples_per_prompt,
                 solved_reward=each.solved_reward,
             )
         )
     return found
-
-
-def data_of(config: RunConfig, each: EvaluationSetConfig) -> DataConfig:
-    """Returns the settings with which a set is read."""
-    return settings_of(
-        config.data,
-        each.path,
-        prompt_key=each.prompt_key,
-        answer_key=each.answer_key,
-        system_prompt=each.system_prompt,
-    )
-
-
-def greedy(config: RunConfig) -> SamplingParams:
-    """Returns the sampling parameters of held-out prompts."""
-    return config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens)

@@ -24,6 +24,7 @@ from rlframe.megatron.driver.forward_only_group import RewardModelGroup, Teacher
 from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.models import tokenizer
+from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
@@ -34,6 +35,7 @@ from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.run.compose.parts import Parts
 from rlframe.run.roles import teacher_engine
 from rlframe.run.teacher import TeacherPlacement
+from rlframe.weight_sync.frozen import FrozenProof
 
 Group = TypeVar("Group", bound=RolloutGroup)
 
@@ -230,9 +232,12 @@ def frozen(parts: Parts, placement: Placement) -> FrozenEngines:
     config = parts.config
     slots = placement.engines
     threads = parts.threads(len(slots))
-    return FrozenEngines(
-        engine_setup(parts, config.rollout, config.model), slots=slots, num_threads=threads, **parts.limits()
-    )
+    setup = engine_setup(parts, config.rollout, config.model)
+    engines = FrozenEngines(setup, slots=slots, num_threads=threads, **parts.limits())
+    if not config.model.random_init:
+        reader = CheckpointReader(resolve(config.model))
+        engines.proof = FrozenProof(reader.tensor, engines, num_threads=parts.threads(1))
+    return engines
 
 
 def rollout(parts: Parts, placement: Placement) -> RolloutGroup:

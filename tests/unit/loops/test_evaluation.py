@@ -83,6 +83,18 @@ def test_a_resumed_run_begins_an_evaluation_again_unless_it_was_written(done: bo
     resumed.forget()
 
 
+def test_several_sets_are_evaluated_at_once_and_end_together() -> None:
+    made = evaluation()
+    sampled = EvaluationSet(
+        name="sampled", prompts=HELD_OUT[:2], sampling=SamplingParams(max_tokens=4), samples_per_prompt=3
+    )
+    made.sets = [*made.sets, sampled]
+    made.begin(3)
+    held_out, several = made.finish() or []
+    assert [group.prompt.id for group in held_out] == [prompt.id for prompt in HELD_OUT]
+    assert [(group.prompt.id, len(group.rollouts)) for group in several] == [("held0", 3), ("held1", 3)]
+
+
 def test_without_held_out_prompts_nothing_is_begun() -> None:
     made = evaluation()
     made.sets = []

@@ -89,6 +89,11 @@ class Placement:
         """The slots of the engines. Empty if nothing is sampled."""
         return self.slots.get(ENGINES, [])
 
+    @property
+    def nodes(self) -> set[str]:
+        """Ray's ids of the nodes of the run's devices."""
+        return {bundle.node for slots in self.slots.values() for each in slots for bundle in each.bundles}
+
     def release(self) -> None:
         """Gives the devices back. A joined cluster would otherwise keep them reserved."""
         remove_placement_group(self.group)

@@ -33,8 +33,16 @@ class Worker:
         log_folder: str,
         num_threads: int,
         outside: Mapping[str, tuple[str, str]] | None = None,
+        folder: str | None = None,
     ):
-        """Imports the files of components from outside the package, if there are any."""
+        """Imports the files of components from outside the package, if there are any.
+
+        Args:
+            folder: the driver's working folder, in which relative paths then mean the same if this node has it; None
+                stays where Ray has started the process.
+        """
+        if folder is not None and pathlib.Path(folder).is_dir():
+            os.chdir(folder)
         self.role, self.rank = role, rank
         self.log = pathlib.Path(log_folder) / f"{role}-{rank}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """WorkerGroup: the Ray actors of one role. Waits for calls, and turns a death or a hang into a message."""
 
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -89,6 +90,8 @@ class WorkerGroup(Generic[W_co]):
             log_folder=self.log_folder,
             num_threads=self._num_threads,
             outside=dict(SOURCES),
+            # Ray starts workers of another node where `ray start` was called there, unless it has copied a folder.
+            folder=None if "working_dir" in ray.get_runtime_context().runtime_env else os.getcwd(),
         )
 
     def ask(self, rank: int, method: Callable[[W_co, *Ts], T], *arguments: *Ts) -> "ray.ObjectRef[T]":

@@ -2,7 +2,8 @@
 
 import logging
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +12,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlframe.cluster.config import ClusterConfig, Device
-from rlframe.utils.errors import ConfigError
+from rlframe.cluster.watch.reach import refusal
+from rlframe.utils.errors import ConfigError, NodeDied, RlframeError
 from rlframe.utils.faults import Fault
 
 T = TypeVar("T")
@@ -32,23 +34,63 @@ class Node:
     address: str
     num_gpus: float
     """Number of GPUs that its `ray start` declared."""
+    alive: bool
+    """Whether Ray has heard of it lately."""
+    port: int
+    """Port of its raylet."""
 
     def __str__(self) -> str:
         return f"{self.host} ({self.address})"
 
 
-def alive() -> list[Node]:
-    """Returns the living nodes of the cluster that this process has joined."""
+def known() -> list[Node]:
+    """Returns the nodes that the cluster of this process has or had."""
     return [
         Node(
             id=node["NodeID"],
             host=node["NodeManagerHostname"],
             address=node["NodeManagerAddress"],
             num_gpus=node["Resources"].get("GPU", 0),
+            alive=node["Alive"],
+            port=node["NodeManagerPort"],
         )
         for node in ray.nodes()
-        if node["Alive"]
     ]
+
+
+def alive() -> list[Node]:
+    """Returns the living nodes of the cluster."""
+    return [node for node in known() if node.alive]
+
+
+def gone(ids: Collection[str]) -> list[Node]:
+    """Returns those of the nodes that Ray has given up, or whose raylet accepts no connection. Ray itself takes
+    several seconds to notice."""
+    used = [node for node in known() if node.id in ids and node.id != driver_id()]
+    return [node for node in used if not node.alive or refusal(f"{node.address}:{node.port}")]
+
+
+@contextmanager
+def noticing_deaths(ids: Collection[str]) -> Iterator[None]:
+    """Raises NodeDied for an error inside the block if one of the nodes is gone, which then is the cause."""
+    try:
+        yield
+    except NodeDied:
+        raise
+    except RlframeError as error:
+        if lost := gone(ids):
+            raise died(lost, said=str(error)) from error
+        raise
+
+
+def died(lost: Sequence[Node], *, said: str) -> NodeDied:
+    """Returns the error for nodes that are gone.
+
+    Args:
+        said: what failed first because of that.
+    """
+    names = " and ".join(map(str, lost))
+    return NodeDied(f"the Ray cluster has lost {names}, with the workers there: {said.partition(chr(10))[0]}")
 
 
 def driver_id() -> str:

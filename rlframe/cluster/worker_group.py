@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlframe.cluster.info import WorkerInfo
+from rlframe.cluster.nodes import died, gone
 from rlframe.cluster.placement import Allocation, DriverNode
 from rlframe.cluster.watch.activities import Activity, waiting
 from rlframe.cluster.watch.flight import RING
@@ -109,7 +110,9 @@ class WorkerGroup(Generic[W_co]):
 
         Raises:
             WorkerDied: the new actor died, or did not start within the limit.
+            NodeDied: its node is gone.
         """
+        self._check_nodes([rank])
         ray.kill(self.actors[rank])
         self.actors[rank] = self._actor(rank)
         (self.infos[rank],) = self.wait(
@@ -121,7 +124,9 @@ class WorkerGroup(Generic[W_co]):
 
         Raises:
             WorkerDied: a new actor died, or did not start within the limit.
+            NodeDied: the node of one is gone.
         """
+        self._check_nodes(range(len(self.slots)))
         self.stop()
         # Until the new actors have reported their locations, messages must not name the old ones.
         self.infos = []
@@ -129,6 +134,14 @@ class WorkerGroup(Generic[W_co]):
         self.infos = self.wait(
             [actor.info.remote() for actor in self.actors], doing="restart", timeout_s=self.start_timeout_s
         )
+
+    def _check_nodes(self, ranks: Iterable[int]) -> None:
+        """Raises NodeDied if the node of one of the ranks is gone. Ray would wait for it."""
+        ids = {bundle.node for rank in ranks for bundle in getattr(self.slots[rank], "bundles", ())}
+        if lost := gone(ids):
+            there = {node.id for node in lost}
+            names = [str(info) for info in self.infos if info.node_id in there]
+            raise died(lost, said=", ".join(names) or f"{self.role} cannot restart there")
 
     def deaths(self) -> list[WorkerDied]:
         """Returns an error for each actor whose process has ended, in rank order. Waits at most DEATH_NOTICE_S for busy

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -71,8 +70,8 @@ class Machine:
         self, command: Sequence[str], *, output: Path, folder: Path, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
         """Starts a program on the machine, in `folder`, which writes to `output`."""
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
-        variables = {name: value for name, value in variables.items() if name != "RAY_ADDRESS"} | dict(environment or {})
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        variables = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
         with output.open("a") as file:
             program = subprocess.Popen(
                 self.inside(["env", f"--chdir={folder}", *command]),
@@ -146,7 +145,7 @@ class Machines:
     def __enter__(self) -> "Machines":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @property

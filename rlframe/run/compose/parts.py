@@ -57,9 +57,11 @@ class Parts:
         with waiting("start of Ray", role="driver", limit_s=math.inf, start_limit_s=cluster.start_timeout_s):
             self.stack.enter_context(runtime.running(cluster, num_devices=roles.num_devices))
             self.device = self._joined_device() if cluster.joins else platform.resolve(cluster.device)
-            placement = reserve(roles, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
+            gpu, joins = self.device.type == "cuda", bool(cluster.joins)
+            placement = reserve(roles, gpu=gpu, timeout_s=cluster.start_timeout_s, growing=joins)
             self.stack.callback(placement.release)
-            if cluster.joins:
+            if joins:
+                self.stack.enter_context(nodes.noticing_deaths(placement.nodes))
                 inspection.inspect(needs(self.config, self.folder), placement.nodes)
         return placement
 

@@ -1,10 +1,12 @@
 """A whole run, from its configuration to the closing paragraph."""
 
+import logging
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.cluster import job
 from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.loops.offline import OfflineLoop
@@ -20,18 +22,45 @@ from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.replay import replay
 from rlframe.run.config import RunConfig
+from rlframe.utils.errors import ConfigError, NodeDied
 from rlframe.utils.registry import find
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
     """Runs the whole run, or the rest of it if its folder holds a checkpoint, and prints the closing paragraph.
+
+    If a joined cluster loses a node of the run, it goes on from the last checkpoint on the nodes that are left or have
+    come, at most `cluster.max_restarts` times.
 
     Args:
         stop: ends the loop before its last step on request; None for a run that nothing ends early.
 
     Returns:
         The results of the paragraph: `after/...` of the last evaluation, or `last_loss`.
+
+    Raises:
+        NodeDied: no restart is left, or the cluster has too few devices without the node.
     """
+    stop = stop or Stop()
+    deaths: list[NodeDied] = []
+    while True:
+        try:
+            return run_on(config, stop)
+        except NodeDied as error:
+            deaths.append(error)
+            if len(deaths) > config.cluster.max_restarts:
+                raise
+            logger.warning("%s; going on from the last checkpoint with the nodes that are left or come back", error)
+        except ConfigError as error:
+            if not deaths:
+                raise
+            raise NodeDied(f"{deaths[-1]}; {'; '.join(map(str, error.faults))}") from error
+
+
+def run_on(config: RunConfig, stop: Stop) -> dict[str, float]:
+    """Runs the run on the nodes that the cluster has now; see `run`."""
     started = time.monotonic()
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
@@ -41,9 +70,9 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
         watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
         parts = Parts(config, algorithm.requirements, stack)
         loop = compose(parts, algorithm)
-        for caution in algorithm.cautions(config.facts):
+        for caution in [*algorithm.cautions(config.facts), *filter(None, [job.caution(config.checkpoint.on_signal_s)])]:
             loop.metrics.print_line(f"warning: {caution}")
-        loop.schedule.stop = stop = stop or Stop()
+        loop.schedule.stop = stop
         watchdog.server_died = lambda server: stop.ask(f"{server} of Ray died, which Ray itself does not outlive")
         loop.schedule.prove = Prover(
             parts.groups,

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from packaging.requirements import InvalidRequirement, Requirement
+
 from rlframe.utils.bounds import PathText, check_bounds
 from rlframe.utils.errors import SettingError
 
@@ -42,6 +44,12 @@ class RuntimeEnvConfig:
             _check_name(name)
         if self.working_dir is not None and not Path(self.working_dir).expanduser().is_dir():
             raise SettingError("working_dir", "must be a folder of this machine", got=self.working_dir)
+        for requirement in self.pip:
+            try:
+                Requirement(requirement)
+            except InvalidRequirement as error:
+                rule = "must list requirements such as sympy==1.14"
+                raise SettingError("pip", rule, got=requirement, why=str(error).partition("\n")[0]) from error
 
     def for_ray(self) -> dict[str, Any]:
         """Returns the `runtime_env` of `ray.init`, with what was set only."""

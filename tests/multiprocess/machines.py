@@ -98,6 +98,10 @@ class Machine:
                     with suppress(psutil.NoSuchProcess):
                         process.send_signal(signals)
 
+    def lose_cable(self) -> None:
+        """Leaves the network. Its processes go on."""
+        self.do("ip", "link", "set", "net0", "down")
+
     def end(self) -> None:
         """Ends what is left of the machine."""
         left = self.processes()

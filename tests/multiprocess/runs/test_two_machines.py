@@ -3,7 +3,7 @@ between them, a machine that dies, and folders that only one of them has.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -100,11 +100,14 @@ def wait_for_step(folder: Path, step: int, output: Path) -> None:
         time.sleep(0.2)
 
 
-def test_a_run_that_loses_a_node_ends_with_its_name_if_no_other_is_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("death", [Machine.lose_power, Machine.lose_cable], ids=["power", "cable"])
+def test_a_run_that_loses_a_node_ends_with_its_name_if_no_other_is_there(
+    death: Callable[[Machine], None], tmp_path: Path
+) -> None:
     with Machines(tmp_path / "network", NAMES) as network:
         network.start_ray([0, 1, 1])
         program, output = start_endless(network, tmp_path)
-        network.all[2].lose_power()
+        death(network.all[2])
         assert program.wait(timeout=2 * DEADLINE_S) == 1
     last = output.read_text().splitlines()[-1]
     assert last.startswith("the Ray cluster has lost node-b (192.0.2.3), with the workers there: policy rank ")

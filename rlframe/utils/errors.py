@@ -59,6 +59,10 @@ class EngineDied(WorkerDied):
     """A rollout engine whose processes ended, while the actor that owns them lives. The engine is restarted."""
 
 
+class NodeDied(RlframeError, RuntimeError):
+    """A node of a joined cluster that is gone, with every worker on it. The message names it, and what failed first."""
+
+
 class WeightSyncFailed(RlframeError, RuntimeError):
     """Weights that did not arrive as published. The message names the tensor, the ranks and the box."""
 

@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.cluster.config import Device
 from rlframe.run.check import (
     batch,
+    cluster,
     critic,
     data,
     devices,
@@ -21,7 +23,7 @@ from rlframe.run.check import (
     teacher,
     train,
 )
-from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
+from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, device_of, on_cuda, online
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import to_run
 from rlframe.utils.errors import ConfigError, DataError
@@ -52,6 +54,16 @@ def check(run: RunConfig) -> None:
         ConfigError: every fault, each with its dotted key, the rule, the value and what to do.
     """
     if faults := _faults(run, faulty=frozenset()):
+        raise ConfigError(faults)
+
+
+def check_device(run: RunConfig) -> None:
+    """Refuses what does not work on `cluster.device`, which a joined cluster has decided after `check`.
+
+    Raises:
+        ConfigError: every fault.
+    """
+    if faults := [fault for topic in OF_DEVICE for fault in topic(run)]:
         raise ConfigError(faults)
 
 
@@ -107,8 +119,8 @@ def check_data(run: RunConfig) -> Iterator[Fault]:
 def check_training(run: RunConfig) -> Iterator[Fault]:
     """Checks the options of training against the model, the devices and the algorithm."""
     architecture, _ = architecture_of(run)
-    cuda = on_cuda(run)
-    yield from train.device_faults(run.train, cuda=cuda)
+    if (device := device_of(run)) is not Device.AUTO:
+        yield from train.device_faults(run.train, cuda=device is Device.CUDA)
     if architecture:
         yield from algorithm_of(run).faults(hidden_size=architecture.hidden_size)
         yield from train.model_faults(run.train, architecture)
@@ -118,8 +130,8 @@ def check_training(run: RunConfig) -> Iterator[Fault]:
 
 def check_routes(run: RunConfig) -> Iterator[Fault]:
     """Checks that engines can return the routed experts that the policy's routers replay."""
-    cuda = on_cuda(run)
-    yield from routes.faults(run, algorithm_of(run), cuda=cuda)
+    if (device := device_of(run)) is not Device.AUTO:
+        yield from routes.faults(run, algorithm_of(run), cuda=device is Device.CUDA)
 
 
 def check_critic(run: RunConfig) -> Iterator[Fault]:
@@ -182,6 +194,9 @@ TOPICS = {
     model.files: {"model", "algorithm"},
     model.parallel: {"model", "train"},
     batch.batch: {"prompts_per_step", "algorithm", "train"},
+    cluster.address: {"cluster"},
+    cluster.job_folder: {"output"},
+    cluster.variables: {"cluster", "train"},
     devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
     devices.engine: {"model", "rollout", "algorithm"},
     loop.environment: {"rollout", "algorithm"},
@@ -189,7 +204,7 @@ TOPICS = {
     batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
     check_data: {"data", "seed"},
     data.curriculum_faults: {"data", "reward", "judge", "steps", "algorithm"},
-    devices.packages: {"rollout", "logging"},
+    devices.packages: {"rollout", "logging", "cluster"},
     batch.optimizer: {"train"},
     model.lora: {"model", "train"},
     check_training: {"model", "train", "cluster", "algorithm"},
@@ -253,3 +268,11 @@ WITHOUT_TRAINING = frozenset(
     }
 )
 """Topics about engines and rewards alone, in the modes that start nothing else."""
+OF_DEVICE = (
+    devices.transport,
+    check_training,
+    check_routes,
+    check_critic,
+    *(need.faults for need in effect.NEEDS if "cluster" in need.beside),
+)
+"""Topics that depend on the device, which `auto` on a joined cluster leaves open until then."""

@@ -3,11 +3,13 @@
 import math
 import os
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+
 from rlframe.algorithms.requirements import Requirements
-from rlframe.cluster import runtime
+from rlframe.cluster import inspection, nodes, runtime
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
 from rlframe.data.text.chat import end_token
@@ -21,6 +23,8 @@ from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.models import tokenizer
 from rlframe.models.chat_template import Exported, text_of
 from rlframe.models.hub import resolve
+from rlframe.run.check import check_device
+from rlframe.run.check.cluster import needs
 from rlframe.run.config import RunConfig
 from rlframe.run.roles import topology
 from rlframe.utils.secrets import without_secrets
@@ -32,10 +36,12 @@ LOGS = "logs"
 class Parts:
     """Common parts of the compositions. Puts everything that must be closed on `stack`."""
 
+    device: torch.device
+    """The device of every rank and engine. Known from `devices` on, because a joined cluster decides it."""
+
     def __init__(self, config: RunConfig, requirements: Requirements, stack: ExitStack, start_up: StartUp):
         self.config, self.requirements, self.stack, self.start_up = config, requirements, stack, start_up
         self.folder = config.folder
-        self.device = platform.resolve(config.cluster.device)
         # First: it takes seconds at most, and its errors must not wait for anything.
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.latest = self.checkpoints.latest()
@@ -44,15 +50,31 @@ class Parts:
         """The groups of ranks of every trained model, and of frozen models with ranks of their own."""
 
     def devices(self) -> Placement:
-        """Starts Ray or joins it, and reserves the devices of every role."""
+        """Starts Ray or joins it, and reserves the devices of every role.
+
+        Raises:
+            ConfigError: a joined cluster has not the devices, the folders or the packages that the run needs.
+        """
         cluster, required = self.config.cluster, self.requirements
         roles = topology(self.config, online=required.online, has_critic=required.critic)
         with waiting("start of Ray", role="driver", limit_s=math.inf, start_limit_s=cluster.start_timeout_s):
             self.stack.enter_context(runtime.running(cluster, num_devices=roles.num_devices))
-            placement = reserve(roles, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
-        self.stack.callback(placement.release)
+            self.device = self._joined_device() if cluster.joins else platform.resolve(cluster.device)
+            gpu, joins = self.device.type == "cuda", bool(cluster.joins)
+            placement = reserve(roles, gpu=gpu, timeout_s=cluster.start_timeout_s, growing=joins)
+            self.stack.callback(placement.release)
+            if joins:
+                self.stack.enter_context(nodes.noticing_deaths(placement.nodes))
+                inspection.inspect(needs(self.config, self.folder), placement.nodes)
         self.start_up.done("Ray")
         return placement
+
+    def _joined_device(self) -> torch.device:
+        """Returns the device that `cluster.device` means on the nodes of the joined cluster, having checked the rules
+        that depend on it."""
+        device = nodes.settle(self.config.cluster, nodes.alive())
+        check_device(replace(self.config, cluster=replace(self.config.cluster, device=device)))
+        return torch.device(device.value)
 
     def start_groups(self) -> None:
         """Builds the models of all groups of ranks and loads their weights."""

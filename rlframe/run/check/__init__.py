@@ -13,6 +13,7 @@ from rlframe.run.check import (
     effect,
     judge,
     loop,
+    memory,
     model,
     replay,
     reward,
@@ -52,6 +53,12 @@ def check(run: RunConfig) -> None:
     """
     if faults := _faults(run, faulty=frozenset()):
         raise ConfigError(faults)
+
+
+def planned_faults(run: RunConfig) -> list[Fault]:
+    """Returns every fault that a machine can see that has the model's config.json, but not its weights, the data or the
+    devices."""
+    return [fault for topic in TOPICS if topic not in OF_THIS_MACHINE for fault in topic(run)]
 
 
 def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
@@ -200,10 +207,25 @@ TOPICS = {
     loop.checkpoint: {"checkpoint"},
     replay.faults: {"model", "rollout", "algorithm", "train", "checkpoint", "prompts_per_step", "steps", "output"},
     loop.offline: {"algorithm", "train"},
+    memory.faults: set(RunConfig.__dataclass_fields__),
     effect.revisions: {"model", "critic", "teacher", "judge", "reward"},
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
+
+OF_THIS_MACHINE = frozenset(
+    {
+        model.files,
+        devices.devices,
+        devices.transport,
+        devices.packages,
+        check_data,
+        data.curriculum_faults,
+        check_reward,
+        memory.faults,
+    }
+)
+"""Topics about weights, data, packages and devices, which a machine that only plans need not have."""
 
 OF_SAMPLING = frozenset(
     {

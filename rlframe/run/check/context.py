@@ -63,4 +63,6 @@ def architecture_of(run: RunConfig) -> tuple[Architecture | None, list[Fault]]:
 
 def on_cuda(run: RunConfig) -> bool:
     """Returns whether models and engines run on CUDA."""
-    return run.cluster.device is not Device.CPU and torch.cuda.is_available()
+    if run.cluster.device is Device.AUTO:
+        return torch.cuda.is_available()
+    return run.cluster.device is Device.CUDA

@@ -17,6 +17,7 @@ from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models.families.base import Architecture
 from rlframe.run.preflight import constants
 from rlframe.run.preflight.weights import is_sparse
+from rlframe.run.preflight.workload import layout_of
 
 FLOAT32 = 4
 
@@ -83,8 +84,8 @@ def layer(architecture: Architecture, kernels: Kernels, parallel: Parallel, *, s
     fused = kernels.cuda and not sparse
     place = Place.MLP if fused else Place.NORM
     yield Saved("output of the MLP's norm", place, hidden * (kernels.input_size if fused else size))
-    yield from _experts(architecture, kernels, parallel) if sparse else _mlp(
-        architecture.ffn_hidden_size, kernels, Place.MLP
+    yield from (
+        _experts(architecture, kernels, parallel) if sparse else _mlp(architecture.ffn_hidden_size, kernels, Place.MLP)
     )
 
 
@@ -177,7 +178,7 @@ def of_stage(
     architecture: Architecture, train: TrainConfig, layers: tuple[int, ...], *, tokens: int, cuda: bool
 ) -> Activations:
     """Returns the activations of a stage's layers for `tokens` tokens of the rank."""
-    parallel, kernels = Parallel.parse(train.parallel), Kernels.of(train, cuda=cuda)
+    parallel, kernels = layout_of(train.parallel), Kernels.of(train, cuda=cuda)
     share = tokens / parallel.tp
     kinds = {sparse: list(layer(architecture, kernels, parallel, sparse=sparse)) for sparse in kinds_of(architecture)}
     whole = {sparse: sum(each.bytes for each in rows) * share for sparse, rows in kinds.items()}

@@ -33,10 +33,12 @@ DENSE_EFFICIENCY = 0.73
 """Matrix products over their peak: qwen3_4b, 395 TFLOP in 0.545 s."""
 FP8_SPEEDUP = 1.35
 """Speed of matrix products in blockwise FP8, their casts included, over those in bfloat16: qwen3_4b_fp8."""
-ATTENTION_EFFICIENCY = 0.38
-"""Packed causal attention, backward counted as twice forward: qwen3_4b, 159 TFLOP in 0.421 s."""
-EXPERT_EFFICIENCY = 0.45
-"""Grouped products of experts: the mean of qwen3_30b_a3b_cut_cutlass (0.43) and qwen3_30b_a3b_ep2_cutlass (0.47)."""
+ATTENTION_FORWARD_EFFICIENCY = 0.52
+"""Packed causal attention over the peak: qwen3_4b."""
+ATTENTION_BACKWARD_EFFICIENCY = 0.34
+"""The same backward, counted as twice forward: qwen3_4b."""
+EXPERT_EFFICIENCY = 0.47
+"""Grouped products of experts: qwen3_30b_a3b_ep2_cutlass. Between 0.43 (1,024 tokens an expert) and 0.53 (4,096)."""
 PASSES = 8.5
 """How often norms, rotary embedding, activations and residuals move as many bytes as a layer keeps: qwen3_4b, 257 ms."""
 SORTING_PASSES = 18.0
@@ -45,6 +47,8 @@ OPTIMIZER_BANDWIDTH = 0.37
 """AdamW over the memory's speed: qwen3_4b, 64 ms; qwen3_30b_a3b_cut_cutlass, 95 ms."""
 LAUNCH_S = 59e-6
 """Seconds of the host for one kernel of a training step: qwen3_4b_short, where the device waits for them."""
+FORWARD_LAUNCHES = 0.41
+"""Part of a step's kernels that a forward pass has: qwen3_4b_short, logprobs."""
 LAUNCHES_PER_LAYER = 86
 """Kernels of a dense layer, forward and backward: qwen3_4b, 6,287 for two micro-batches."""
 LAUNCHES_PER_MOE_LAYER = 187

@@ -37,6 +37,10 @@ class Accelerator:
         """Whether it stands for the host."""
         return self.name == "cpu"
 
+    def as_host(self) -> "Accelerator":
+        """Returns the host of this machine."""
+        return self if self.is_cpu else host()
+
 
 HOPPER = 989e12
 """Of H100 SXM, H200 and GH200, by their data sheets."""
@@ -50,12 +54,8 @@ KINDS = {
             speeds=Speeds(flops=HOPPER, memory=4.23e12, peer=394e9),
         ),
         # The others by data sheets, memory and links at the fraction that H200 reaches (0.88).
-        Accelerator(
-            name="h100", memory_bytes=int(79.1 * GIB), speeds=Speeds(flops=HOPPER, memory=2.95e12, peer=394e9)
-        ),
-        Accelerator(
-            name="a100", memory_bytes=int(79.1 * GIB), speeds=Speeds(flops=312e12, memory=1.79e12, peer=264e9)
-        ),
+        Accelerator(name="h100", memory_bytes=int(79.1 * GIB), speeds=Speeds(flops=HOPPER, memory=2.95e12, peer=394e9)),
+        Accelerator(name="a100", memory_bytes=int(79.1 * GIB), speeds=Speeds(flops=312e12, memory=1.79e12, peer=264e9)),
         Accelerator(
             name="a100-40gb", memory_bytes=int(39.4 * GIB), speeds=Speeds(flops=312e12, memory=1.37e12, peer=264e9)
         ),
@@ -68,10 +68,15 @@ KINDS = {
 """Known devices by the names of `--device`."""
 
 
+def host() -> Accelerator:
+    """Returns the memory of this machine."""
+    return Accelerator(name="cpu", memory_bytes=psutil.virtual_memory().total)
+
+
 def this_machine() -> Accelerator:
     """Returns the first CUDA device of this machine, or its host memory if it has none."""
     if not torch.cuda.is_available():
-        return Accelerator(name="cpu", memory_bytes=psutil.virtual_memory().total)
+        return host()
     found = torch.cuda.get_device_properties(0)
     kinds = (kind for name, kind in KINDS.items() if name.partition("-")[0] in found.name.lower())
     known = next(kinds, Accelerator(name=found.name, memory_bytes=0))

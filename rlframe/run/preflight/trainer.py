@@ -16,6 +16,7 @@ from rlframe.models.shards import padded_vocab_size
 from rlframe.run.preflight import activations, constants
 from rlframe.run.preflight.parts import Part, Phase, Process
 from rlframe.run.preflight.weights import Counter, StageWeights
+from rlframe.run.preflight.workload import layout_of
 
 FLOAT32 = 4
 
@@ -43,7 +44,7 @@ class TrainerMemory:
     @property
     def parallel(self) -> Parallel:
         """The layout of the ranks."""
-        return Parallel.parse(self.train.parallel)
+        return layout_of(self.train.parallel)
 
     @property
     def itemsize(self) -> int:
@@ -119,9 +120,7 @@ class TrainerMemory:
             yield Part("deterministic attention", constants.DETERMINISTIC_BYTES * heads * self.tokens**2)
 
     def _activations(self, stage: StageWeights) -> activations.Activations:
-        one = activations.of_stage(
-            self.architecture, self.train, stage.layers, tokens=self.tokens, cuda=self.cuda
-        )
+        one = activations.of_stage(self.architecture, self.train, stage.layers, tokens=self.tokens, cuda=self.cuda)
         return activations.Activations(kept=one.kept * self.in_flight(stage.stage), working=one.working)
 
     def in_flight(self, stage: int) -> float:

@@ -66,16 +66,12 @@ class Counter:
         for stage in range(parallel.pp):
             chunks = range(stage, len(counts), parallel.pp)
             layers = tuple(
-                layer
-                for chunk in chunks
-                for layer in range(sum(counts[:chunk]), sum(counts[:chunk]) + counts[chunk])
+                layer for chunk in chunks for layer in range(sum(counts[:chunk]), sum(counts[:chunk]) + counts[chunk])
             )
             found.append(self._stage(parallel, lora, stage, layers))
         return found
 
-    def _stage(
-        self, parallel: Parallel, lora: LoraConfig | None, stage: int, layers: tuple[int, ...]
-    ) -> StageWeights:
+    def _stage(self, parallel: Parallel, lora: LoraConfig | None, stage: int, layers: tuple[int, ...]) -> StageWeights:
         first, last = stage == 0, stage == parallel.pp - 1
         parts = [self._layer(parallel, layer) for layer in layers]
         ends = {(True, True): "both ends", (True, False): "embedding", (False, True): "output"}
@@ -155,4 +151,3 @@ def takes(lora: LoraConfig, module: str) -> bool:
     return any(entry == ALL_LINEAR or named(entry) for entry in lora.target_modules) and not any(
         named(entry) for entry in lora.exclude_modules
     )
-

@@ -40,8 +40,8 @@ class ClusterConfig:
     colocate: bool = True
     """Whether policy ranks and engines share devices and take turns. Otherwise engines get devices of their own."""
     preflight: Preflight = Preflight.AUTO
-    """Whether a run is refused before it starts if its memory, as `python -m rlframe.tools.plan` predicts it, cannot fit
-    the devices of this machine. off starts it in any case."""
+    """Whether a run is refused before it starts if its memory, predicted as by `python -m rlframe.tools.plan`, cannot
+    fit the devices of this machine. off starts it in any case."""
     stall_warning_s: Seconds = 60.0
     """Seconds without progress of a phase after which a warning is logged, and again after twice that time, and so on.
     It names the late workers, their states, collectives, last actions and stacks. The run continues."""

@@ -1,7 +1,7 @@
 """Bytes that a forward pass keeps for the backward pass, operation by operation.
 
-Source: the operations of Megatron-Core 0.16.1 with Transformer Engine's layers (CUDA) and with rlframe's local ones (CPU),
-each of which saves its inputs; Korthikanti et al. 2022, arXiv 2205.05198, section 4, for the split by sequence
+Source: the operations of Megatron-Core 0.16.1 with Transformer Engine's layers (CUDA) and with rlframe's local ones
+(CPU), each of which saves its inputs; Korthikanti et al. 2022, arXiv 2205.05198, section 4, for the split by sequence
 parallelism. The rows of the local layers are compared with what autograd really saves in
 tests/multiprocess/megatron/test_saved_activations.py, those of CUDA with measured peaks in
 examples/benchmarks/results/preflight.md.

@@ -1,26 +1,27 @@
 """Measured numbers of the model of memory and seconds. Everything else follows from sizes.
 
-Each says which runs it was taken from: files of examples/benchmarks/results, on H200 with torch 2.11, Megatron-Core 0.16.1
-and Transformer Engine 2.20. `examples/benchmarks/preflight.py` compares predictions with all results, those of other
-runs included. They were frozen on 2026-11-23.
+Each says which runs it was taken from: files of examples/benchmarks/results, on H200 with torch 2.11, Megatron-Core
+0.16.1 and Transformer Engine 2.20. `examples/benchmarks/preflight.py` compares predictions with all results, those of
+other runs included. They were frozen on 2026-11-23.
 """
 
 # Memory.
 WORKSPACE_BYTES = 500_000_000
 """cuBLAS, cuDNN and Transformer Engine's own memory in a rank: qwen3_4b (0.5 GB) and qwen3_4b_short (0.5 GB)."""
 CONTEXT_BYTES = 700_000_000
-"""CUDA's context and loaded kernels of one process. Not seen by torch; the order of magnitude is known, not measured."""
+"""CUDA's context and loaded kernels of one process, which torch does not see. Not measured here."""
 NCCL_BYTES = 1_000_000_000
 """NCCL's buffers of a rank with peers. Not measured here."""
 ALLOCATOR_FRACTION = 0.14
-"""Part of the tensors of a step by which torch's allocator reserves more: (145.3 - 135.6) / 71 of qwen3_4b. Between 0.08
-(qwen3_8b) and 0.49 (qwen3_30b_a3b_ep4, whose experts' tensors differ in size) elsewhere. It gives way under pressure."""
+"""Part of the tensors of a step by which torch's allocator reserves more: (145.3 - 135.6) / 71 of qwen3_4b. Elsewhere
+between 0.08 (qwen3_8b) and 0.49 (qwen3_30b_a3b_ep4, whose experts' tensors differ in size). It gives way under
+pressure."""
 DETERMINISTIC_BYTES = 64
 """Bytes for each head and pair of tokens of a micro-batch that cuDNN's deterministic attention takes:
 qwen3_4b_deterministic, 7.9 GB at 2,048 tokens of 32 heads."""
 EXPERT_IMBALANCE = 1.0
-"""Tokens of the busiest rank's experts, in units of the mean. Random routers are even; trained ones are not, and nothing
-says by how much."""
+"""Tokens of the busiest rank's experts, in units of the mean. Random routers are even. Trained ones are not, and
+nothing says by how much."""
 GRAPH_BYTES = 1_200_000_000
 """An engine's CUDA graphs for 35 batch sizes. Not measured here; vLLM reports 0.5 to 2 GB for such models."""
 ENGINE_WORKSPACE_BYTES = 2_500_000_000
@@ -40,7 +41,8 @@ ATTENTION_BACKWARD_EFFICIENCY = 0.34
 EXPERT_EFFICIENCY = 0.47
 """Grouped products of experts: qwen3_30b_a3b_ep2_cutlass. Between 0.43 (1,024 tokens an expert) and 0.53 (4,096)."""
 PASSES = 8.5
-"""How often norms, rotary embedding, activations and residuals move as many bytes as a layer keeps: qwen3_4b, 257 ms."""
+"""How often norms, rotary embedding, activations and residuals move as many bytes as a layer keeps: qwen3_4b, 257
+ms."""
 SORTING_PASSES = 18.0
 """How often sorting moves the bytes of the experts' inputs, forward and backward: qwen3_30b_a3b_cut_cutlass, 54 ms."""
 OPTIMIZER_BANDWIDTH = 0.37

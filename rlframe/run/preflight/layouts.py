@@ -99,8 +99,8 @@ def _engines(plan: Plan, num_devices: int, *, own: bool) -> Iterator[RolloutConf
 
 
 def _trained(plan: Plan, parallel: Parallel) -> Iterator[TrainConfig]:
-    """Yields settings without recomputation, with half of the layers recomputed, with all; each, where ranks and engines
-    take turns, with main weights and moments that stay and that wait in host memory."""
+    """Yields settings without recomputation, with half of the layers recomputed, with all. Where ranks and engines take
+    turns, main weights and moments stay, or wait in host memory."""
     layers = plan.architecture.num_layers // parallel.pp
     half = RecomputeConfig(method=RecomputeMethod.BLOCK, layers=max(1, layers // 2))
     turns = plan.engine is not None and plan.run.cluster.colocate and plan.cuda
@@ -127,7 +127,8 @@ def _trained(plan: Plan, parallel: Parallel) -> Iterator[TrainConfig]:
 
 
 def _fitting(plan: Plan, rollout: RolloutConfig, asked: RunConfig) -> Layout | None:
-    """Returns the layout with the greatest claim of the engines that fits, with the arguments that turn `asked` into it."""
+    """Returns the layout with the greatest claim of the engines that fits, and the arguments that turn `asked` into
+    it."""
     other = with_run(plan, replace(plan.run, rollout=rollout))
     if plan.engine is not None and faults_of(other):
         return None

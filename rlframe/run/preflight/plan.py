@@ -248,7 +248,7 @@ class Plan:
         if self.accelerator.speeds is None:
             return {}
         found = dict(self._sampling_seconds()) if self.engine else {}
-        policy = self._timed(self.trainer)
+        policy = self.timed(self.trainer, self.division)
         forward = 0.0
         if isinstance(self.algorithm, OnlineAlgorithm) and not self.algorithm.bypass:
             forward += 1.0
@@ -259,7 +259,7 @@ class Plan:
         found["train"] = self.division.updates * policy.optimizer_step()
         if self.critic_trainer:
             division = divide(self.workload, self.run.critic_train)
-            critic = self._timed(self.critic_trainer)
+            critic = self.timed(self.critic_trainer, division)
             found["critic"] = critic.passes(backward=False) + division.updates * critic.optimizer_step()
         return found
 
@@ -272,12 +272,14 @@ class Plan:
         ahead = self.run.loop.max_policy_lag > 0 and not self.run.cluster.colocate
         return max(beside, rest) if ahead else beside + rest
 
-    def _timed(self, memory: TrainerMemory) -> seconds.TrainerSeconds:
+    def timed(self, memory: TrainerMemory, division: Division) -> seconds.TrainerSeconds:
+        """Returns what times a role that trains. The device's speeds must be known."""
         assert self.accelerator.speeds is not None
         parallel = memory.parallel
         return seconds.TrainerSeconds(
             memory=memory,
             speeds=self.accelerator.speeds,
+            tokens=division.mean_tokens,
             mean_length=self.workload.sequence_tokens,
             spans_hosts=parallel.ep * parallel.etp * parallel.tp > self.devices_per_host
             or (parallel.world > self.devices_per_host),
@@ -326,7 +328,7 @@ def plan(
     """Returns the plan of a run.
 
     Args:
-        response_tokens: mean tokens of a response; None means rollout.max_tokens, or half a sequence that is trained on.
+        response_tokens: mean tokens of a response; None means rollout.max_tokens.
         prompt_tokens: mean tokens of a prompt; None means data.max_prompt_tokens.
         models: models that other plans have read.
     """

@@ -1,8 +1,7 @@
 """Seconds of a step by phase: a roofline with measured efficiencies.
 
 Source of the operations: examples/benchmarks/train_step.py (real tokens, causal attention, forward and twice that for
-backward); of the model of a decode step: examples/benchmarks/engines.py. What no formula has, `constants` says where it was
-measured.
+backward); of the model of a decode step: examples/benchmarks/engines.py. `constants` says where the rest was measured.
 """
 
 import math
@@ -92,6 +91,8 @@ class TrainerSeconds:
 
     memory: TrainerMemory
     speeds: Speeds
+    tokens: int
+    """Of the mean micro-batch on a rank."""
     mean_length: float
     """Sum of the squares of the sequences' tokens over their sum."""
     spans_hosts: bool = False
@@ -110,7 +111,7 @@ class TrainerSeconds:
     def one_pass(self, stage: StageWeights, *, backward: bool) -> Pass:
         """Returns the seconds of one micro-batch on a rank of a stage."""
         memory, train, speeds = self.memory, self.memory.train, self.speeds
-        parallel, tokens = memory.parallel, memory.tokens
+        parallel, tokens = memory.parallel, self.tokens
         again = activations.recomputed_fraction(train, len(stage.layers)) if backward else 0.0
         times = (3.0 if backward else 1.0) + again
         last = stage.stage == parallel.pp - 1
@@ -198,7 +199,7 @@ class TrainerSeconds:
         )
 
     def _host_update(self, stage: StageWeights) -> float:
-        """Returns the seconds of the part that the CPU updates: 16 bytes a parameter over the host's link and memory."""
+        """Returns the seconds of the part that the CPU updates: 16 bytes a parameter at 25 GB/s, not measured."""
         optimizer, parallel = self.memory.train.optimizer, self.memory.parallel
         shard = stage.trained_dense / (parallel.dp * parallel.cp) + stage.trained_experts / parallel.edp
         return shard * optimizer.cpu_offload_fraction * 16 / 25e9

@@ -29,7 +29,7 @@ class StageWeights:
     layers: tuple[int, ...]
     """Global indices of its layers."""
     dense: int
-    """Parameters that every expert-parallel rank has: attention, norms, routers, dense MLPs, embedding, output layer."""
+    """Parameters of attention, norms, routers, dense MLPs, embedding and output layer."""
     experts: int
     head: int
     """Of `dense`, the rows that give the logits: the output layer, or the embedding tied to it. 0 on other stages."""

@@ -46,7 +46,9 @@ class Division:
     microbatches: int
     """Micro-batches of an optimizer step on a rank."""
     tokens: int
-    """Tokens of the largest micro-batch on a rank."""
+    """Tokens of the largest micro-batch on a rank: shorter sequences fill it up."""
+    mean_tokens: int
+    """Tokens of the mean micro-batch on a rank."""
 
 
 @lru_cache(maxsize=4096)
@@ -63,8 +65,10 @@ def divide(workload: Workload, train: TrainConfig) -> Division:
     budget = train.max_tokens_per_microbatch * parallel.cp
     fit = max(1, budget // length)
     share = max(1, -(-workload.sequences // (train.num_minibatches * parallel.dp)))
+    microbatches = -(-share // fit)
     return Division(
         updates=train.num_minibatches * train.epochs_per_batch,
-        microbatches=-(-share // fit),
-        tokens=max(1, min(min(fit, share) * length, budget) // parallel.cp),
+        microbatches=microbatches,
+        tokens=max(1, min(share * length, budget) // parallel.cp),
+        mean_tokens=max(1, share * length // microbatches // parallel.cp),
     )

@@ -2,8 +2,8 @@
 
 `python -m rlframe.tools.plan --config-name NAME key=value...` needs the model's config.json, but no device, engine or
 weights. It prints the faults of the configuration, how the batch is divided, the memory of each device by phase, what
-to change if it does not fit, the seconds of a step, and the three fastest layouts for the same devices. Ends with status 1
-if the run does not fit or its configuration has faults.
+to change if it does not fit, the seconds of a step, and the three fastest layouts for the same devices. Ends with
+status 1 if the run does not fit or its configuration has faults.
 """
 
 import argparse

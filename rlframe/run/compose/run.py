@@ -20,6 +20,7 @@ from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.replay import replay
 from rlframe.run.config import RunConfig
+from rlframe.run.preflight.explain import explaining
 from rlframe.utils.registry import find
 
 
@@ -36,7 +37,12 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
     logs = Path(config.output).absolute() / LOGS
-    with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
+    with (
+        explaining(config, algorithm),
+        watching(config.cluster, logs) as watchdog,
+        ExitStack() as stack,
+        work(watchdog),
+    ):
         reaper = stack.enter_context(reaping(config.cluster.stall_warning_s))
         watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
         parts = Parts(config, algorithm.requirements, stack)

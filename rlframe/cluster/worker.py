@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlframe.cluster import memory
 from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.network import use_address
 from rlframe.cluster.watch.flight import write_flight
@@ -51,6 +52,7 @@ class Worker:
         self.log = pathlib.Path(log_folder) / f"{role}-{rank}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log = self.log.open("a", buffering=1)
+        self._log_begin = log.tell()
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         faulthandler.enable(log)
@@ -109,6 +111,11 @@ def marked(method: Callable[..., Any]) -> Callable[..., Any]:
         mark(f"{name}: begun")
         try:
             return method(self, *arguments, **named)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            found = memory.named(error, role=self.role, rank=self.rank, call=name, log=self.log, begin=self._log_begin)
+            if found is error:
+                raise
+            raise found from error
         finally:
             count_call(-1)
             mark(f"{name}: done")

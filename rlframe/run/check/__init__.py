@@ -15,6 +15,7 @@ from rlframe.run.check import (
     effect,
     judge,
     loop,
+    memory,
     model,
     modes,
     replay,
@@ -23,7 +24,7 @@ from rlframe.run.check import (
     teacher,
     train,
 )
-from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, device_of, on_cuda, online
+from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, device_of, online
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import to_run
 from rlframe.utils.errors import ConfigError, DataError
@@ -65,6 +66,12 @@ def check_device(run: RunConfig) -> None:
     """
     if faults := [fault for topic in OF_DEVICE for fault in topic(run)]:
         raise ConfigError(faults)
+
+
+def planned_faults(run: RunConfig) -> list[Fault]:
+    """Returns every fault that a machine can see that has the model's config.json, but not its weights, the data or the
+    devices."""
+    return [fault for topic in TOPICS if topic not in OF_THIS_MACHINE for fault in topic(run)]
 
 
 def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
@@ -225,6 +232,7 @@ TOPICS = {
     loop.checkpoint: {"checkpoint"},
     replay.faults: {"model", "rollout", "algorithm", "train", "checkpoint", "prompts_per_step", "steps", "output"},
     loop.offline: {"algorithm", "train"},
+    memory.faults: set(RunConfig.__dataclass_fields__),
     effect.revisions: {"model", "critic", "teacher", "judge", "reward"},
     modes.mode: {"mode", "data", "evaluation", "algorithm", "rollout", "checkpoint"},
     modes.sets: {"mode", "data", "evaluation", "reward", "rollout", "model", "algorithm"},
@@ -232,6 +240,20 @@ TOPICS = {
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
+
+OF_THIS_MACHINE = frozenset(
+    {
+        model.files,
+        devices.devices,
+        devices.transport,
+        devices.packages,
+        check_data,
+        data.curriculum_faults,
+        check_reward,
+        memory.faults,
+    }
+)
+"""Topics about weights, data, packages and devices, which a machine that only plans need not have."""
 
 OF_SAMPLING = frozenset(
     {

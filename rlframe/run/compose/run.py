@@ -24,6 +24,7 @@ from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.replay import replay
 from rlframe.run.config import Mode, RunConfig
+from rlframe.run.preflight.explain import explaining
 from rlframe.utils import garbage
 from rlframe.utils.errors import ConfigError, NodeDied
 from rlframe.utils.registry import find
@@ -74,6 +75,7 @@ def run_on(config: RunConfig, stop: Stop, *, began: float | None) -> dict[str, f
     algorithm: Algorithm = component(config.algorithm)
     trains = config.mode is Mode.TRAIN
     with (
+        explaining(config, algorithm),
         watching(config.cluster, config.folder / LOGS, learns=trains) as watchdog,
         ExitStack() as stack,
         work(watchdog),

@@ -19,7 +19,8 @@ from rlframe.loops.base import Loop
 from rlframe.loops.evaluate import EvaluationBeside, evaluate, evaluation_metrics
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import EVALUATED, rollout_metrics
+from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.reporting.trackers.base import EVALUATED
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.loops.sampling.source import GroupSource
 from rlframe.loops.saving.checkpoints import Stage
@@ -216,7 +217,7 @@ class OnlineLoop(RolloutLoop):
             self._log_evaluation(step, metrics | {EVALUATED: float(step)}, rollouts)
 
     def _log_evaluation(self, step: int, metrics: dict[str, float], rollouts: list[Rollout]) -> None:
-        self.metrics.log_samples(step, rollouts)
+        self.metrics.log_samples(step, rollouts, evaluation=True)
         self.metrics.log_evaluation(step, metrics)
         when = "before" if step == 0 else "after"
         self.results |= {f"{when}/{key.removeprefix('evaluation/')}": value for key, value in metrics.items()}

@@ -3,8 +3,9 @@
 import math
 import os
 import pathlib
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rlframe.algorithms.requirements import Requirements
@@ -12,6 +13,8 @@ from rlframe.cluster import runtime
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
 from rlframe.loops.reporting.metrics import MetricsLog
+from rlframe.loops.reporting.trackers import trackers
+from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.loops.saving.checkpoints import Checkpoints, read_state
 from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
@@ -20,6 +23,7 @@ from rlframe.models import tokenizer
 from rlframe.models.hub import resolve
 from rlframe.run.config import RunConfig
 from rlframe.run.roles import topology
+from rlframe.utils.build import as_dict
 from rlframe.utils.secrets import without_secrets
 
 LOGS = "logs"
@@ -36,6 +40,7 @@ class Parts:
         # First: it takes seconds at most, and its errors must not wait for anything.
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.latest = self.checkpoints.latest()
+        self.trackers = list(self._trackers())
         self.tokenizer = tokenizer.load(resolve(config.model))
         self.groups: list[RankGroup] = []
         """The groups of ranks of every trained model, and of frozen models with ranks of their own."""
@@ -81,14 +86,26 @@ class Parts:
 
     def metrics(self) -> MetricsLog:
         """Returns the log of the run, which continues from the latest checkpoint."""
-        resolved = without_secrets(asdict(self.config))
         metrics = MetricsLog(
             self.config.logging,
             self.folder,
             name=self.config.name,
             steps=self.config.steps,
-            resolved=resolved,
             done_steps=self.done_steps,
+            trackers=self.trackers,
         )
         self.stack.callback(metrics.close)
         return metrics
+
+    def _trackers(self) -> Iterator[Tracker]:
+        """Yields the trackers, begun before any process starts that would have to wait for a wrong password."""
+        config = self.config
+        resolved = without_secrets(as_dict(config))
+        for tracker in trackers(config.logging, self.folder, config.name, resolved, self.done_steps):
+            self.stack.push(partial(_close, tracker))
+            yield tracker
+
+
+def _close(tracker: Tracker, _: type[BaseException] | None, error: BaseException | None, *__: Any) -> None:
+    """Closes a tracker at the end of a run, which has failed with `error` or has ended well."""
+    tracker.close(failed=error is not None)

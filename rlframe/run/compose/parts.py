@@ -2,8 +2,10 @@
 
 import math
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from rlframe.data.text.chat import end_token
 from rlframe.data.text.special_tokens import special_tokens
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.start_up import StartUp
+from rlframe.loops.reporting.trackers import trackers
+from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.loops.saving.checkpoints import Checkpoints, read_state
 from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
@@ -25,8 +29,9 @@ from rlframe.models.chat_template import Exported, text_of
 from rlframe.models.hub import resolve
 from rlframe.run.check import check_device
 from rlframe.run.check.cluster import needs
-from rlframe.run.config import RunConfig
+from rlframe.run.config import Mode, RunConfig
 from rlframe.run.roles import topology
+from rlframe.utils.build import as_dict
 from rlframe.utils.secrets import without_secrets
 
 LOGS = "logs"
@@ -45,6 +50,7 @@ class Parts:
         # First: it takes seconds at most, and its errors must not wait for anything.
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.latest = self.checkpoints.latest()
+        self.trackers = list(self._trackers()) if config.mode is Mode.TRAIN else []
         self.tokenizer = tokenizer.load(resolve(config.model), chat_template=config.data.chat_template)
         self.groups: list[RankGroup] = []
         """The groups of ranks of every trained model, and of frozen models with ranks of their own."""
@@ -120,14 +126,26 @@ class Parts:
 
     def metrics(self) -> MetricsLog:
         """Returns the log of the run, which continues from the latest checkpoint."""
-        resolved = without_secrets(asdict(self.config))
         metrics = MetricsLog(
             self.config.logging,
             self.folder,
             name=self.config.name,
             steps=self.config.steps,
-            resolved=resolved,
             done_steps=self.done_steps,
+            trackers=self.trackers,
         )
         self.stack.callback(metrics.close)
         return metrics
+
+    def _trackers(self) -> Iterator[Tracker]:
+        """Yields the trackers, begun before any process starts that would have to wait for a wrong password."""
+        config = self.config
+        resolved = without_secrets(as_dict(config))
+        for tracker in trackers(config.logging, self.folder, config.name, resolved, self.done_steps):
+            self.stack.push(partial(_close, tracker))
+            yield tracker
+
+
+def _close(tracker: Tracker, _: type[BaseException] | None, error: BaseException | None, *__: Any) -> None:
+    """Closes a tracker at the end of a run, which has failed with `error` or has ended well."""
+    tracker.close(failed=error is not None)

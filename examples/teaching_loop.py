@@ -1,9 +1,9 @@
 """GRPO in one file, to be read from top to bottom: `python examples/teaching_loop.py`.
 
-A small language model that half knows arithmetic learns the rest, on one CPU core, in a few minutes. One step is: sample,
-judge, pack, train, sync. The parts are rlframe's own: data, engine, reward, types, algorithm. What makes the real loop
-longer (rlframe/loops/online.py) is left out: processes, devices, Megatron's ranks, checkpoints, and weights that trainer
-and engine cut differently.
+A small language model that half knows arithmetic learns the rest, on one CPU core. One step is: sample, judge, pack,
+train, sync. The parts are rlframe's own: data, engine, reward, types, algorithm. What makes the real loop longer
+(rlframe/loops/online.py) is left out: processes, devices, Megatron's ranks, checkpoints, and weights that trainer and
+engine cut differently.
 """
 
 import argparse
@@ -55,8 +55,8 @@ class TeachingLoop:
         self.judge(members(groups))
         # From here on all rollouts are one row of T tokens, without padding.
         batch = pack(groups)
-        # A rollout's advantage is its reward less the mean of its group, over the group's standard deviation. All of its
-        # tokens have it.
+        # A rollout's advantage is its reward less the mean of its group, over the group's standard deviation. All of
+        # its tokens have it.
         train_batch = self.algorithm.train_batch(batch)
         metrics = self.train(train_batch)
         self.sync(version=step)

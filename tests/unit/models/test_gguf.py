@@ -1,4 +1,4 @@
-"""A GGUF file, written by llama.cpp's own package, becomes a model folder with the values that the package says it has."""
+"""A GGUF file, written by llama.cpp's own package, becomes a model folder with the values that it says the file has."""
 
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,10 @@ def write(file: Path) -> dict[str, np.ndarray]:
 def expected(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """The same values by their names in Hugging Face format, whose halves of a rotated head lie one behind the other;
     llama.cpp has their rows in turns."""
-    found = {"model.embed_tokens.weight": values["token_embd.weight"], "model.norm.weight": values["output_norm.weight"]}
+    found = {
+        "model.embed_tokens.weight": values["token_embd.weight"],
+        "model.norm.weight": values["output_norm.weight"],
+    }
     for index in range(LAYERS):
         for theirs, ours in NAMES.items():
             value = values[f"blk.{index}.{theirs}.weight"]

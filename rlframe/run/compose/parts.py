@@ -2,7 +2,6 @@
 
 import math
 import os
-import pathlib
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -31,7 +30,7 @@ class Parts:
 
     def __init__(self, config: RunConfig, requirements: Requirements, stack: ExitStack):
         self.config, self.requirements, self.stack = config, requirements, stack
-        self.folder = pathlib.Path(config.output).absolute()
+        self.folder = config.folder
         self.device = platform.resolve(config.cluster.device)
         # First: it takes seconds at most, and its errors must not wait for anything.
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.cluster.reaper import reaping
@@ -15,31 +14,40 @@ from rlframe.loops.reporting.summary import closing_paragraph
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption
 from rlframe.loops.stop import Stop
+from rlframe.run.compose.evaluate import evaluate
+from rlframe.run.compose.generate import generate
 from rlframe.run.compose.offline import offline
 from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.replay import replay
-from rlframe.run.config import RunConfig
+from rlframe.run.config import Mode, RunConfig
 from rlframe.utils.registry import find
 
 
 def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
-    """Runs the whole run, or the rest of it if its folder holds a checkpoint, and prints the closing paragraph.
+    """Does what `mode` says. Runs the whole run, or the rest of it if its folder holds a checkpoint, and prints the
+    closing paragraph; or evaluates, or generates.
 
     Args:
         stop: ends the loop before its last step on request; None for a run that nothing ends early.
 
     Returns:
-        The results of the paragraph: `after/...` of the last evaluation, or `last_loss`.
+        The results: `after/...` of the last evaluation, or `last_loss`.
     """
     started = time.monotonic()
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
-    logs = Path(config.output).absolute() / LOGS
-    with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
+    trains = config.mode is Mode.TRAIN
+    with (
+        watching(config.cluster, config.folder / LOGS, learns=trains) as watchdog,
+        ExitStack() as stack,
+        work(watchdog),
+    ):
         reaper = stack.enter_context(reaping(config.cluster.stall_warning_s))
         watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
         parts = Parts(config, algorithm.requirements, stack)
+        if not trains:
+            return without_training(parts, algorithm, stop or Stop())
         loop = compose(parts, algorithm)
         for caution in algorithm.cautions(config.facts):
             loop.metrics.print_line(f"warning: {caution}")
@@ -66,6 +74,15 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
             )
         )
         return loop.results
+
+
+def without_training(parts: Parts, algorithm: Algorithm, stop: Stop) -> dict[str, float]:
+    """Does what a mode that trains nothing is for, and returns its results."""
+    if parts.config.mode is Mode.EVALUATE:
+        stop.outside_steps = "before the end of the evaluation; there are no results"
+        return evaluate(parts, algorithm)
+    stop.outside_steps = "before the last prompt; the same command goes on with the prompts that have no responses yet"
+    return generate(parts)
 
 
 def compose(parts: Parts, algorithm: Algorithm) -> OnlineLoop | ReplayLoop | OfflineLoop:

@@ -46,11 +46,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """Writes the files that a page shows, and the model that it takes for granted."""
+    """Writes the files that a page shows."""
     for name, text in files_of(page).items():
         (folder / name).write_text(records(text, count=400) if name.endswith(".jsonl") else text, encoding="utf-8")
-    if "my_model" in page.read_text(encoding="utf-8"):
-        own_model(folder / "my_model")
 
 
 def own_model(folder: Path) -> None:
@@ -172,6 +170,7 @@ def test_each_command_of_a_block_is_composed(block: Block, folder: Path, monkeyp
 )
 def test_each_command_of_a_block_has_no_fault(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(block.page, folder)
+    own_model(folder / "my_model")
     check_block(block, whole=True, monkeypatch=monkeypatch)
 
 

@@ -59,7 +59,7 @@ class DataConfig:
         str | list[str] | dict[str, float], PathText(), Range(above=0, maximum=10**9, note="the weight of a dataset")
     ] = "arithmetic"
     """One of the built-in `arithmetic`, `arithmetic_homework`, `arithmetic_preferences`, `arithmetic_unpaired`,
-    `arithmetic_answers`, `arithmetic_carries`, `multiplication`, `multiplication_homework` and
+    `arithmetic_answers`, `arithmetic_carries`, `arithmetic_questions`, `multiplication`, `multiplication_homework` and
     `reasoning_gym_homework`, tasks `reasoning_gym:NAME` or `verifiers:ID` (see reasoning_gym.py and verifiers.py in
     rlframe/data/builtin), a .jsonl, .json, .parquet or .txt file, a folder of such files, or a Hugging Face dataset
     `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's seed. A list of these is

@@ -6,7 +6,6 @@ data cannot be trained on: a malformed record, or a chat template that opens a t
 writes it, with the first token that shows it.
 """
 
-import argparse
 import shutil
 import sys
 from collections import Counter
@@ -22,7 +21,8 @@ from rlframe.data.training import TrainingSource
 from rlframe.models.hub import resolve
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.run.config import RunConfig
-from rlframe.run.load import load
+from rlframe.run.load import add_arguments, of_arguments
+from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.registry import find
 from rlframe.utils.text import printable
@@ -40,13 +40,12 @@ Piece = tuple[str, bool]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the data of the run on the command line. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m rlframe.tools.inspect_data", description=__doc__)
-    parser.add_argument("--config-name", required=True, help="as for rlframe.main")
-    parser.add_argument("overrides", nargs="*", help="key=value, as for rlframe.main")
+    parser = Parser(prog="python -m rlframe.tools.inspect_data", description=__doc__)
+    add_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     try:
-        for line in report(load(options.config_name, options.overrides), colours=sys.stdout.isatty(), width=width):
+        for line in report(of_arguments(options), colours=sys.stdout.isatty(), width=width):
             print(line)
     except RlframeError as error:
         print(printable(str(error)), file=sys.stderr)

@@ -86,7 +86,7 @@ def curriculum_faults(run: RunConfig) -> Iterator[Fault]:
             "data.curriculum.reward_part", f"must be one of reward.parts, {', '.join(run.reward_names)}", got=repr(part)
         )
     for name, first in (curriculum.stages or {}).items():
-        if first > run.steps:
+        if first > run.steps > 0:
             yield Fault(
                 f"data.curriculum.stages.{name}",
                 f"must be at most steps={run.steps}",

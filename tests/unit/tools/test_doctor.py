@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from rlframe.tools.doctor.__main__ import main, together
+from rlframe.tools.doctor import main
 from rlframe.tools.doctor.checks import CHECKS, findings
 from rlframe.tools.doctor.facts import Device, Disk, Facts, Finding, Gpus, Hub, Limit, Ray, System
 from rlframe.tools.doctor.gpus import pairs_without_access, parsed
 from rlframe.tools.doctor.nodes import Node, differences
+from rlframe.tools.doctor.program import together
 from rlframe.tools.doctor.stack import CPU, ENGINES, GPU, PACKAGES, TRANSFORMER_ENGINE, allows, package, release
 
 H200 = Device(name="NVIDIA H200", memory_gib=140.4, capability=(9, 0))

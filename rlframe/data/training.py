@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 import numpy as np
@@ -14,7 +14,7 @@ from rlframe.data import cache
 from rlframe.data.config import DataConfig
 from rlframe.data.cursor import Walk, cursor_over
 from rlframe.data.items import AnyItem, Item, tokens_of
-from rlframe.data.parallel import in_chunks, num_processes
+from rlframe.data.parallel import T, Work, in_chunks, num_processes
 from rlframe.data.records import Record
 from rlframe.data.sources import Reading, at_most, from_evaluation_path, load
 from rlframe.data.streaming import flow_over
@@ -96,13 +96,16 @@ class TrainingSource(ABC, Generic[AnyItem]):
             return made, self.dropped, self.counted
 
         before, items = (self.dropped, self.counted), []
-        processes = num_processes(self.config.num_processes, len(readings))
-        for made, dropped, counted in in_chunks(work, len(readings), processes=processes):
+        for made, dropped, counted in self.spread(work, len(readings)):
             items += made
             before[0].update(dropped)
             before[1].update(counted)
         self.dropped, self.counted = before
         return items
+
+    def spread(self, work: Work[T], count: int) -> Iterator[T]:
+        """Yields what `work` returns for each chunk of `count` places, in their order, from `data.num_processes`."""
+        return in_chunks(work, count, processes=num_processes(self.config.num_processes, count))
 
     @abstractmethod
     def items(self, reading: Any, channel: int) -> list[AnyItem]:

@@ -7,9 +7,8 @@ import pytest
 
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
-from rlframe.run.check import check
+from rlframe.run.check import check_data
 from rlframe.run.load import load
-from rlframe.utils.errors import ConfigError
 
 OTHER = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|user|>{% endfor %}"
@@ -19,11 +18,7 @@ OTHER = (
 
 
 def refusals(*settings: str, config: str = "grpo_qwen3_moe") -> list[str]:
-    try:
-        check(load(config, settings))
-    except ConfigError as error:
-        return [str(fault) for fault in error.faults]
-    return []
+    return [str(fault) for fault in check_data(load(config, ["data.path=arithmetic#5", *settings]))]
 
 
 @pytest.fixture
@@ -67,5 +62,5 @@ def test_a_base_model_is_refused_with_the_default_to_ask_for(tmp_path: Path) -> 
 
 
 def test_what_does_nothing_is_refused(template: str) -> None:
-    (told,) = refusals(template, "algorithm.data=texts", "data.path=arithmetic", config="sft_qwen3_moe_tiny")[:1]
+    (told,) = refusals(template, "algorithm.data=texts", config="sft_qwen3_moe_tiny")[:1]
     assert "data.chat_template has no effect" in told

@@ -41,7 +41,7 @@ class Made(Generic[AnyItem]):
     dropped: dict[str, int]
     """Numbers of dropped items by reason."""
     counted: dict[str, int]
-    """What the chat template does, by the name of its metric."""
+    """Counts of what the chat template does, by metric."""
     notes: dict[str, Any]
     """Data that the kind of data remembers, as plain JSON values."""
 

@@ -64,7 +64,7 @@ class PromptSource:
         self.dropped: Counter[str] = Counter()
         """Records left out, by reason. Of a streamed dataset so far."""
         self.counted: Counter[str] = Counter()
-        """What the chat template does to conversations, by name."""
+        """Counts of what the chat template does to conversations, by metric."""
         self._cursor: Walk[Prompt]
         self._held_out: list[Prompt]
         if config.streaming:

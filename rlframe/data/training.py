@@ -57,8 +57,8 @@ class TrainingSource(ABC, Generic[AnyItem]):
         self.dropped: Counter[str] = Counter()
         """Records and items left out, by reason. For a streamed dataset so far."""
         self.counted: Counter[str] = Counter()
-        """What the chat template does to conversations, by metric; none is there without a cause. For a streamed
-        dataset so far."""
+        """Counts of what the chat template does to conversations, by metric; none is there without a cause. For a
+        streamed dataset so far."""
         self._told: set[str] = set()
         self._cursor: Walk[AnyItem]
         self._held_out: list[AnyItem]

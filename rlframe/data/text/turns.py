@@ -118,7 +118,7 @@ class _Sequence:
         return token_ids[: len(self.token_ids)] == self.token_ids
 
     def add(self, token_ids: list[int], *, start: int, weight: float) -> None:
-        """Goes on to `token_ids`, of which a turn begins at `start`."""
+        """Extends the sequence to `token_ids`, of which a turn begins at `start`."""
         self.token_ids = token_ids
         self.learned.append((start, len(token_ids), weight))
 

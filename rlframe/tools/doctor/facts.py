@@ -1,4 +1,4 @@
-"""What is known of a machine, as data: any machine's facts can be judged anywhere."""
+"""Facts of a machine, as data: any machine's facts can be judged anywhere."""
 
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ class Gpus:
     driver: str = ""
     """Release of the driver. Empty if there is none."""
     error: str = ""
-    """Why the driver could not be asked."""
+    """The error of asking the driver. Empty if there was none."""
     without_peer_access: tuple[str, ...] = ()
     """Pairs of GPUs that cannot read each other's memory, such as `0-1`."""
     torch_cuda: str = ""
@@ -82,12 +82,12 @@ class Hub:
     is_offline: bool = False
     endpoint: str = ""
     error: str = ""
-    """Why the endpoint could not be reached. Empty if it was, or was not asked."""
+    """The error of reaching the endpoint. Empty if it was reached, or not asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ray:
-    """How Ray is set up."""
+    """The settings of Ray."""
 
     address: str = ""
     """RAY_ADDRESS."""
@@ -100,7 +100,7 @@ class Ray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What is known of a machine."""
+    """Everything that is known of a machine."""
 
     packages: dict[str, str] = field(default_factory=dict)
     """Releases of installed packages by the names of `stack.PACKAGES`."""

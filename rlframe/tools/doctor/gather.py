@@ -25,7 +25,7 @@ WRITTEN_MIB = 128
 CONNECT_TIMEOUT_S = 3.0
 RAY_PORT = 6379
 TIME_ERROR = 5
-"""What the kernel returns for a clock that nothing keeps right."""
+"""Answer of the kernel for a clock that nothing keeps right."""
 TIMEX_BYTES = 512
 """More than the size of the kernel's struct timex."""
 OF_ALL_NODES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "VLLM_", "SGLANG_", "NVTE_", "CUDA_DEVICE_MAX_CONNECTIONS")

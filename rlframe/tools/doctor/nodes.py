@@ -32,7 +32,7 @@ class Node:
     facts: Facts | None = None
     """None if it did not answer."""
     error: str = ""
-    """Why it did not."""
+    """The reason why it did not. Empty if it did."""
     skew_s: float = 0.0
     """By how much its clock is ahead of the clock of the machine that asks."""
     uncertainty_s: float = 0.0

@@ -148,7 +148,7 @@ CASES = [
         replace(with_packages(torch="2.11.0+cpu"), gpus=replace(GOOD.gpus, torch_cuda="")),
         True,
         "torch 2.11.0+cpu is built for CPUs, and this machine has 2 GPUs",
-        'pip install --force-reinstall "torch==2.11.0" --index-url https://download.pytorch.org/whl/cu130',
+        'pip install --force-reinstall "torch==2.11.0"',
     ),
     (
         with_part("gpus", devices=(H200, replace(H200, name="NVIDIA V100", capability=(7, 0)))),

@@ -28,7 +28,7 @@ def torch_build(facts: Facts) -> Iterator[Finding]:
         plain = version.partition("+")[0]
         yield Finding(
             what=f"torch {version} is built for CPUs, and this machine has {len(facts.gpus.devices)} GPUs",
-            mend=f'pip install --force-reinstall "torch=={plain}" --index-url https://download.pytorch.org/whl/cu130',
+            mend=f'pip install --force-reinstall "torch=={plain}"',
         )
 
 

@@ -16,6 +16,8 @@ from rlframe.utils.faults import Fault, shown
 
 LOWEST_UTILIZATION = 0.15
 """Least rollout.gpu_memory_utilization that is advised."""
+ROUNDS = 3
+"""How often all proposals are gone through for a combination."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Advice:
 def advise(plan: Plan, *, most: int = 4) -> list[Advice]:
     """Returns changes that free memory: those with which the run fits, the cheapest first; else the greatest, and the
     first combination of them with which it fits."""
-    found = [advice for advice in _singles(plan) if advice.frees > 0 or advice.fits]
+    found = [advice for advice in singles(plan) if advice.frees > 0 or advice.fits]
     enough = [advice for advice in found if advice.fits]
     if enough:
         return enough[:most]
@@ -59,7 +61,8 @@ def advise(plan: Plan, *, most: int = 4) -> list[Advice]:
     return [*ranked, together] if together else ranked
 
 
-def _singles(plan: Plan) -> Iterator[Advice]:
+def singles(plan: Plan) -> Iterator[Advice]:
+    """Yields every single change that the layout allows, the cheapest first."""
     for propose in PROPOSALS:
         for change, run in propose(plan.run, plan):
             if advice := _tried(plan, (change,), run):
@@ -67,20 +70,22 @@ def _singles(plan: Plan) -> Iterator[Advice]:
 
 
 def _together(plan: Plan) -> Advice | None:
-    """Returns the first combination that fits: every proposal in turn that frees something, in order of its cost."""
-    now, changes = plan, ()
-    for propose in PROPOSALS:
+    """Returns the first combination that fits: every proposal that frees something, in the order of its cost, and from
+    the first again, because what takes most has changed."""
+    now, changes = plan, {}
+    for propose in PROPOSALS * ROUNDS:
         options = [
             (advice, change)
             for change, run in propose(now.run, now)
-            if (advice := _tried(now, (change,), run)) and advice.frees > 0
+            if (advice := _tried(now, (change,), run)) and (advice.frees > 0 or advice.fits)
         ]
         if not options:
             continue
         advice, change = max(options, key=lambda each: each[0].frees)
-        now, changes = advice.plan, (*changes, change)
+        first = changes.get(change.key, change)
+        now, changes[change.key] = advice.plan, replace(change, old=first.old)
         if now.fits:
-            return Advice(changes, plan.worst.peak_bytes - now.worst.peak_bytes, True, now)
+            return Advice(tuple(changes.values()), plan.worst.peak_bytes - now.worst.peak_bytes, True, now)
     return None
 
 

@@ -104,7 +104,8 @@ def saved_bytes(rank: int, init_method: str, hf: dict[str, Any], options: dict[s
 
         def keep(tensor: torch.Tensor, own: set[int] = own, storages: dict = storages) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
+            # Recomputation keeps the states of random generators, whatever the number of tokens.
+            if storage.data_ptr() not in own and tensor.dtype is not torch.uint8:
                 # Held here, so that no other tensor gets the same address.
                 storages[storage.data_ptr()] = storage
             return tensor
@@ -132,7 +133,7 @@ def test_activations_are_those_that_autograd_keeps(hf: dict[str, Any], module: s
     cases = CASES | {module: selective(module)}
     (real,) = run_distributed(saved_bytes, 1, hf, cases)
     ratios = {name: predicted(hf, options) / real[name] for name, options in cases.items()}
-    # What is left out: maps of tokens, scales of norms, and with recomputation the states of random generators.
+    # What is left out: token ids, maps of tokens, scales of norms.
     assert ratios == pytest.approx(dict.fromkeys(cases, 1.0), abs=0.03), ratios
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 from rlframe.cluster import memory
 from rlframe.cluster.info import WorkerInfo
+from rlframe.cluster.network import use_address
 from rlframe.cluster.watch.flight import write_flight
 from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
 from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, stack_file
+from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
 from rlframe.utils.outside import receive
 
@@ -34,8 +36,18 @@ class Worker:
         log_folder: str,
         num_threads: int,
         outside: Mapping[str, tuple[str, str]] | None = None,
+        folder: str | None = None,
     ):
-        """Imports the files of components from outside the package, if there are any."""
+        """Imports the files of components from outside the package, if there are any. Garbage is collected from the
+        first method on that does not start anything.
+
+        Args:
+            folder: the driver's working folder, in which relative paths then mean the same if this node has it; None
+                stays where Ray has started the process.
+        """
+        garbage.hold()
+        if folder is not None and pathlib.Path(folder).is_dir():
+            os.chdir(folder)
         self.role, self.rank = role, rank
         self.log = pathlib.Path(log_folder) / f"{role}-{rank}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -49,6 +61,7 @@ class Worker:
         page = begin_marks(mark_file(self.log))
         threading.Thread(target=answer_requests, args=(page, flight_file(self.log)), name="watch", daemon=True).start()
         self.set_threads(num_threads)
+        self.set_network()
         mark("start: the process runs")
         receive(outside or {})
 
@@ -64,6 +77,14 @@ class Worker:
         import torch  # noqa: PLC0415 - the driver imports this file for its names only
 
         torch.set_num_threads(num_threads)
+
+    @staticmethod
+    def set_network() -> None:
+        """Connects to other workers at the address that Ray knows of this node."""
+        import ray  # noqa: PLC0415 - a worker made without Ray (tests) does not need it
+
+        if ray.is_initialized():
+            use_address(ray.util.get_node_ip_address())
 
     def info(self) -> WorkerInfo:
         """Returns the location of this worker. It is the group's first call, which also waits for the constructor."""

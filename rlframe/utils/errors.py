@@ -35,6 +35,10 @@ class SettingError(RlframeError, ValueError):
         return str(self.fault)
 
 
+class UsageError(RlframeError, ValueError):
+    """A word of the command line that names nothing. The message has the nearest name."""
+
+
 class DataError(RlframeError, ValueError):
     """A dataset that is missing, empty or malformed. The message names the file, the line and the expected form."""
 
@@ -53,6 +57,10 @@ class WorkerDied(RlframeError, RuntimeError):
 
 class EngineDied(WorkerDied):
     """A rollout engine whose processes ended, while the actor that owns them lives. The engine is restarted."""
+
+
+class NodeDied(RlframeError, RuntimeError):
+    """A node of a joined cluster that is gone, with every worker on it. The message names it, and what failed first."""
 
 
 class OutOfMemory(WorkerDied):

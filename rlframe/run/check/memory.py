@@ -1,6 +1,5 @@
 """Rules about memory: what cannot fit is refused, with the changes that would make it fit."""
 
-import os
 from collections.abc import Iterator
 
 import torch
@@ -36,7 +35,7 @@ def faults(run: RunConfig) -> Iterator[Fault]:
 
 def devices_of(run: RunConfig) -> Accelerator | None:
     """Returns the devices of this machine, or None if the run joins a cluster with devices of its own."""
-    if run.cluster.address or os.environ.get("RAY_ADDRESS"):
+    if run.cluster.joins:
         return None
     if run.cluster.device is Device.CUDA and not torch.cuda.is_available():
         return None

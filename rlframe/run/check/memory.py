@@ -21,7 +21,7 @@ def faults(run: RunConfig) -> Iterator[Fault]:
     """Refuses a run whose memory exceeds this machine's. On a CPU only what processes hold for certain counts. Other
     machines of a cluster are not known here."""
     accelerator = devices_of(run)
-    if run.cluster.preflight is Preflight.OFF or accelerator is None:
+    if run.cluster.preflight is Preflight.OFF or accelerator is None or run.mode is not Mode.TRAIN:
         return
     try:
         found = plan(run, algorithm_of(run), accelerator)

@@ -6,7 +6,7 @@ import torch
 
 from rlframe.cluster.config import Device, Preflight
 from rlframe.run.check.context import algorithm_of
-from rlframe.run.config import RunConfig
+from rlframe.run.config import Mode, RunConfig
 from rlframe.run.preflight.advice import advise, faults_of
 from rlframe.run.preflight.devices import Accelerator, this_machine
 from rlframe.run.preflight.plan import Plan, plan

@@ -160,7 +160,8 @@ class Plan:
         """The phases of a step."""
         sampled = (Phase.GENERATION,) if self.workload.sampled else ()
         synced = (Phase.SYNC,) if self.workload.sampled else ()
-        return (*sampled, Phase.LOGPROBS, Phase.TRAIN, *synced)
+        forward = self.trainer.forward_passes or self.critic or self.run.reward.model
+        return (*sampled, *((Phase.LOGPROBS,) if forward else ()), Phase.TRAIN, *synced)
 
     @cached_property
     def devices(self) -> tuple[DeviceMemory, ...]:

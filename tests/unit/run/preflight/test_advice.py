@@ -16,6 +16,9 @@ from rlframe.run.preflight.plan import plan
 from rlframe.utils.errors import ConfigError, OutOfMemory
 from tests.unit.run.preflight.models import CUDA, MOE, QWEN3_4B, folder, planned
 
+GIANT = MOE | {"hidden_size": 2048 * 64}
+"""Two trillion parameters, more than the memory of any host."""
+
 
 def test_what_fits_is_not_refused(tmp_path: Path) -> None:
     found = planned(tmp_path / "a", QWEN3_4B, "train.offload_optimizer=true", "train.recompute=full")
@@ -55,8 +58,7 @@ def test_an_engine_without_room_for_a_sequence_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_cpu_run_is_refused_only_if_weights_and_optimizer_alone_exceed_the_machine(tmp_path: Path) -> None:
-    giant = MOE | {"num_hidden_layers": 3900}
-    overrides = [f"model.path={folder(tmp_path / 'giant', giant)}", "train.parallel=d1", "cluster.device=cpu"]
+    overrides = [f"model.path={folder(tmp_path / 'giant', GIANT)}", "train.parallel=d1", "cluster.device=cpu"]
     run = load("grpo_qwen3_moe", overrides)
     (fault,) = memory.faults(run)
     assert "this machine has" in str(fault) and "cluster.preflight=off" in str(fault)
@@ -66,7 +68,7 @@ def test_a_cpu_run_is_refused_only_if_weights_and_optimizer_alone_exceed_the_mac
 
 
 def test_the_refusal_comes_with_all_other_faults_before_anything_starts(tmp_path: Path) -> None:
-    run = load("grpo_qwen3_moe", [f"model.path={folder(tmp_path / 'giant', MOE | {'num_hidden_layers': 3900})}"])
+    run = load("grpo_qwen3_moe", [f"model.path={folder(tmp_path / 'giant', GIANT)}"])
     values = {"name": "x", "output": str(tmp_path), "algorithm": {"name": "grpo"}, "model": {"path": run.model.path}}
     with pytest.raises(ConfigError, match="this machine has"):
         checked(values | {"train": {"dtype": "float32"}})

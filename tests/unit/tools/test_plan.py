@@ -49,6 +49,7 @@ def test_faults_are_listed_all_at_once_and_a_layout_that_cannot_be_counted_is_re
     assert "train.moe.aux_loss_coefficient has no effect" in out and "data.max_prompt_tokens=50000" in out
 
 
+@pytest.mark.thorough
 def test_a_machine_without_a_device_plans_its_own_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--config-name", "grpo_qwen3_moe"]) == 0
     assert "not predicted: the speeds of cpu are not known" in " ".join(capsys.readouterr().out.split())

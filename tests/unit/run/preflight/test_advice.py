@@ -67,6 +67,7 @@ def test_a_cpu_run_is_refused_only_if_weights_and_optimizer_alone_exceed_the_mac
     assert list(memory.faults(load("grpo_qwen3_moe"))) == []
 
 
+@pytest.mark.thorough
 def test_the_refusal_comes_with_all_other_faults_before_anything_starts(tmp_path: Path) -> None:
     run = load("grpo_qwen3_moe", [f"model.path={folder(tmp_path / 'giant', GIANT)}"])
     values = {"name": "x", "output": str(tmp_path), "algorithm": {"name": "grpo"}, "model": {"path": run.model.path}}

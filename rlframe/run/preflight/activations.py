@@ -36,19 +36,19 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What one operation of a layer keeps."""
+    """The data that one operation of a layer keeps."""
 
     what: str
     place: Place
     bytes: float
     """For each token of the layer's share: the micro-batch's tokens divided by tp."""
     instead: float = 0.0
-    """What is kept for each token if the place is recomputed."""
+    """Bytes that are kept for each token if the place is recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """How a layer is computed, as far as it decides what is kept."""
+    """The kernels of a layer, as far as they decide what is kept."""
 
     itemsize: int
     """Bytes of an activation."""
@@ -173,8 +173,8 @@ class Activations:
     kept: float
     """From the forward pass to the backward pass."""
     working: float
-    """What recomputing the largest group of layers adds while their part of the backward pass runs; without
-    recomputation, what a layer uses besides."""
+    """Bytes that recomputing the largest group of layers adds while their part of the backward pass runs. Without
+    recomputation, those of one layer."""
 
 
 def of_stage(

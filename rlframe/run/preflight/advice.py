@@ -17,7 +17,7 @@ from rlframe.utils.faults import Fault, shown
 LOWEST_UTILIZATION = 0.15
 """Least rollout.gpu_memory_utilization that is advised."""
 ROUNDS = 3
-"""How often all proposals are gone through for a combination."""
+"""Number of times that all proposals are gone through for a combination."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +108,20 @@ Proposal = Callable[[RunConfig, Plan], Iterator[tuple[Change, RunConfig]]]
 
 
 def sleep(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Main weights and moments wait in host memory while engines sample."""
+    """Yields that main weights and moments wait in host memory while engines sample."""
     if plan.cuda and plan.engine and run.cluster.colocate and not run.train.offload_optimizer:
         yield _train(run, "offload_optimizer", False, replace(run.train, offload_optimizer=True))
 
 
 def recompute(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Layers are computed twice instead of being kept."""
+    """Yields that layers are computed twice instead of being kept."""
     if run.train.recompute is not Recompute.FULL:
         train = replace(run.train, recompute=Recompute.FULL, recompute_options=RecomputeConfig())
         yield _train(run, "recompute", run.train.recompute, train)
 
 
 def claim(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Engines claim as little as fits beside the others, or as much as they need."""
+    """Yields that engines claim as little as fits beside the others, or as much as they need."""
     rollout = run.rollout
     if not (plan.engine and plan.cuda and isinstance(rollout, ServedConfig)):
         return
@@ -136,7 +136,7 @@ def claim(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 
 
 def moments(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Main weights without the bits that parameters have, then moments in bfloat16."""
+    """Yields main weights without the bits that parameters have, then moments in bfloat16."""
     optimizer = run.train.optimizer
     if not plan.cuda or run.train.dtype != Dtype.BFLOAT16 or optimizer.cpu_offload_fraction:
         return
@@ -149,7 +149,7 @@ def moments(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 
 
 def tokens(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Smaller micro-batches, down to the longest sequence."""
+    """Yields smaller micro-batches, down to the longest sequence."""
     old, cp = run.train.max_tokens_per_microbatch, plan.parallel.cp
     longest = -(-(plan.workload.prompt_tokens + plan.workload.longest_response) // cp)
     new = max(longest, old // 2)
@@ -159,7 +159,7 @@ def tokens(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 
 
 def gradients(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Gradients in the parameters' number format."""
+    """Yields gradients in the parameters' number format."""
     communication = run.train.communication
     if plan.cuda and run.train.dtype == Dtype.BFLOAT16 and communication.reduce_in_float32:
         train = replace(run.train, communication=replace(communication, reduce_in_float32=False))
@@ -167,14 +167,14 @@ def gradients(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 
 
 def layout(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """The same ranks with more of the model's parts shared out."""
+    """Yields the same ranks with more of the model's parts shared out."""
     old = plan.parallel
     for changed in _layouts(old, bool(plan.architecture.num_experts)):
         yield _train(run, "parallel", str(old), replace(run.train, parallel=str(changed)))
 
 
 def engine_split(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Fewer engines of more devices."""
+    """Yields fewer engines of more devices."""
     rollout = run.rollout
     if plan.engine and isinstance(rollout, ServedConfig) and rollout.num_engines % 2 == 0:
         changed = replace(rollout, tp=rollout.tp * 2, num_engines=rollout.num_engines // 2)
@@ -183,7 +183,7 @@ def engine_split(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig
 
 
 def host(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Main weights and moments updated by the CPU."""
+    """Yields main weights and moments updated by the CPU."""
     optimizer = run.train.optimizer
     if plan.cuda and not optimizer.cpu_offload_fraction:
         changed = replace(optimizer, cpu_offload_fraction=1.0, precision_aware=False, moment_dtype=MomentDtype.FLOAT32)

@@ -1,4 +1,4 @@
-"""What a device can hold and how fast it is."""
+"""Devices: their memory and their speeds."""
 
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ class Accelerator:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it stands for the host."""
+        """Returns whether it stands for the host."""
         return self.name == "cpu"
 
     def as_host(self) -> "Accelerator":
@@ -43,7 +43,7 @@ class Accelerator:
 
 
 HOPPER = 989e12
-"""Of H100 SXM, H200 and GH200, by their data sheets."""
+"""Operations a second of H100 SXM and H200, by their data sheets."""
 KINDS = {
     each.name: each
     for each in (

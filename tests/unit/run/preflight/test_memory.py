@@ -11,6 +11,7 @@ from rlframe.models.families.base import Family
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.shards import parameters, shards_of_rank
+from rlframe.run.preflight.devices import KINDS, named
 from rlframe.run.preflight.parts import Part, Phase, Process
 from rlframe.run.preflight.plan import Plan
 from rlframe.run.preflight.weights import Counter
@@ -100,6 +101,13 @@ def test_tensor_parallel_ranks_share_activations_and_pipeline_stages_hold_severa
     kept = {part.name: part.bytes for part in first.work[Phase.TRAIN]}["activations"]
     assert kept == pytest.approx(part(whole, Phase.TRAIN, "activations"))
     assert {part.name: part.bytes for part in last.work[Phase.TRAIN]}["activations"] == pytest.approx(kept / 2)
+
+
+def test_a_device_has_the_speeds_of_its_kind_whatever_the_driver_calls_it() -> None:
+    found = named("NVIDIA H200", 150_000_000_000)
+    assert (found.memory_bytes, found.speeds) == (150_000_000_000, KINDS["h200"].speeds)
+    assert named("NVIDIA A100-SXM4-40GB", 1).speeds in (KINDS["a100"].speeds, KINDS["a100-40gb"].speeds)
+    assert named("Something else", 1).speeds is None and not named("Something else", 1).is_cpu
 
 
 def test_an_engine_claims_its_part_of_the_device_and_its_cache_is_the_rest(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def check_device(run: RunConfig) -> None:
 def planned_faults(run: RunConfig) -> list[Fault]:
     """Returns every fault that a machine can see that has the model's config.json, but not its weights, the data or the
     devices."""
-    return [fault for topic in TOPICS if topic not in OF_THIS_MACHINE for fault in topic(run)]
+    concerned = topics_of(run) - OF_THIS_MACHINE
+    return [fault for topic in TOPICS if topic in concerned for fault in topic(run)]
 
 
 def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:

@@ -44,8 +44,8 @@ class Node:
 
 
 def known() -> list[Node]:
-    """Returns the nodes that the cluster of this process has or had."""
-    return [
+    """Returns the nodes that the cluster of this process has or had, sorted by address."""
+    found = [
         Node(
             id=node["NodeID"],
             host=node["NodeManagerHostname"],
@@ -56,6 +56,7 @@ def known() -> list[Node]:
         )
         for node in ray.nodes()
     ]
+    return sorted(found, key=lambda node: (node.address, node.id))
 
 
 def alive() -> list[Node]:

@@ -26,6 +26,14 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class Preflight(StrEnum):
+    """Whether memory is predicted before a run starts."""
+
+    AUTO = "auto"
+    """A run that cannot fit is refused."""
+    OFF = "off"
+
+
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
     """Settings of the cluster that the processes run on."""
@@ -40,6 +48,9 @@ class ClusterConfig:
     """What every worker's process gets besides what its node gives it."""
     colocate: bool = True
     """Whether policy ranks and engines share devices and take turns. Otherwise engines get devices of their own."""
+    preflight: Preflight = Preflight.AUTO
+    """Whether a run is refused before it starts if its memory, predicted as by `python -m rlframe.tools.plan`, cannot
+    fit the devices of this machine. off starts it in any case."""
     stall_warning_s: Seconds = 60.0
     """Seconds without progress of a phase after which a warning is logged, and again after twice that time, and so on.
     It names the late workers, their states, collectives, last actions and stacks. The run continues."""

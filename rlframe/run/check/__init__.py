@@ -15,7 +15,9 @@ from rlframe.run.check import (
     effect,
     judge,
     loop,
+    memory,
     model,
+    modes,
     replay,
     reward,
     routes,
@@ -23,7 +25,7 @@ from rlframe.run.check import (
     train,
 )
 from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, device_of, online
-from rlframe.run.config import RunConfig
+from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import to_run
 from rlframe.utils.errors import ConfigError, DataError
 from rlframe.utils.faults import Fault
@@ -66,11 +68,26 @@ def check_device(run: RunConfig) -> None:
         raise ConfigError(faults)
 
 
+def planned_faults(run: RunConfig) -> list[Fault]:
+    """Returns every fault that a machine can see that has the model's config.json, but not its weights, the data or the
+    devices."""
+    return [fault for topic in TOPICS if topic not in OF_THIS_MACHINE for fault in topic(run)]
+
+
 def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
-    """Returns the faults of the topics that need no section of `faulty`."""
-    skipped = OF_SAMPLING if run.rollout.replay else frozenset()
-    topics = [topic for topic, sections in TOPICS.items() if not faulty & sections and topic not in skipped]
+    """Returns the faults of the topics that concern the run and need no section of `faulty`."""
+    concerned = topics_of(run)
+    topics = [topic for topic, sections in TOPICS.items() if not faulty & sections and topic in concerned]
     return [fault for topic in topics for fault in topic(run)]
+
+
+def topics_of(run: RunConfig) -> Set[Any]:
+    """Returns the topics about what the run does. Without ranks that is nothing of training, whose settings are not
+    used."""
+    if run.trains(online=algorithm_of(run).online):
+        return TOPICS.keys() - (OF_SAMPLING if run.rollout.replay else frozenset())
+    reads_data = run.mode is Mode.EVALUATE and run.data.holds_out
+    return WITHOUT_TRAINING | ({check_data} if reads_data else frozenset())
 
 
 def _faults_elsewhere(values: Mapping[str, Any], known: list[Fault]) -> list[Fault]:
@@ -215,10 +232,28 @@ TOPICS = {
     loop.checkpoint: {"checkpoint"},
     replay.faults: {"model", "rollout", "algorithm", "train", "checkpoint", "prompts_per_step", "steps", "output"},
     loop.offline: {"algorithm", "train"},
+    memory.faults: set(RunConfig.__dataclass_fields__),
     effect.revisions: {"model", "critic", "teacher", "judge", "reward"},
+    modes.mode: {"mode", "data", "evaluation", "algorithm", "rollout", "checkpoint"},
+    modes.sets: {"mode", "data", "evaluation", "reward", "rollout", "model", "algorithm"},
+    modes.prompts: {"mode", "data", "seed", "model"},
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
+
+OF_THIS_MACHINE = frozenset(
+    {
+        model.files,
+        devices.devices,
+        devices.transport,
+        devices.packages,
+        check_data,
+        data.curriculum_faults,
+        check_reward,
+        memory.faults,
+    }
+)
+"""Topics about weights, data, packages and devices, which a machine that only plans need not have."""
 
 OF_SAMPLING = frozenset(
     {
@@ -235,6 +270,26 @@ OF_SAMPLING = frozenset(
 )
 """Topics about what a replay does not start: engines, data and rewards, which its machine need not have."""
 
+WITHOUT_TRAINING = frozenset(
+    {
+        model.model,
+        model.files,
+        devices.devices,
+        devices.engine,
+        devices.packages,
+        loop.environment,
+        batch.tokens,
+        check_reward,
+        check_reward_model,
+        check_judge,
+        effect.revisions,
+        modes.mode,
+        modes.sets,
+        modes.prompts,
+        effect.GENERATION.faults,
+    }
+)
+"""Topics about engines and rewards alone, in the modes that start nothing else."""
 OF_DEVICE = (
     devices.transport,
     check_training,

@@ -93,10 +93,16 @@ def packages(run: RunConfig) -> Iterator[Fault]:
             why=f'pip install "rlframe[{engine}]"',
             stated=True,
         )
-    loggers = {"logging.wandb_project": "wandb", "logging.mlflow_experiment": "mlflow"}
+    loggers = {
+        "logging.wandb_project": "wandb",
+        "logging.mlflow_experiment": "mlflow",
+        "logging.trackio_project": "trackio",
+    }
     for key, package in loggers.items():
         if getattr(run.logging, key.removeprefix("logging.")) and missing(package):
-            yield Fault(key, f"needs the package {package}", why=f"pip install {package}, or set the key to null")
+            yield Fault(
+                key, f"needs the package {package}", why=f'pip install "rlframe[{package}]", or set the key to null'
+            )
 
 
 def sleep(run: RunConfig) -> Iterator[Fault]:

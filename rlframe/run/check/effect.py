@@ -14,7 +14,7 @@ from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.check.context import device_of, online, samples
-from rlframe.run.config import RunConfig
+from rlframe.run.config import Mode, RunConfig
 from rlframe.utils.faults import Fault
 
 
@@ -46,13 +46,16 @@ class Need:
                 yield Fault(key, f"has no effect with {why}", got=value, hint="remove it")
 
 
+GENERATION = Need(("generation",), lambda run: run.mode is not Mode.GENERATE, "mode={mode}", ("mode",))
 NEEDS = (
+    GENERATION,
     Need(
         (
             "train.num_minibatches",
             "train.epochs_per_batch",
             "evaluation.max_tokens",
             "evaluation.num_engines",
+            "evaluation.sets",
             "reward",
             "judge",
             "rollout",

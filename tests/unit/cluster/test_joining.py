@@ -38,7 +38,7 @@ def test_the_address_of_the_cluster(
 
 def node(name: str, *, num_gpus: float) -> Node:
     """A node of that name."""
-    return Node(id=name, host=name, address="10.0.0.1", num_gpus=num_gpus, alive=True, port=1)
+    return Node(id=name, host=name, address="10.0.0.1", num_gpus=num_gpus, num_cpus=4, alive=True, port=1)
 
 
 def test_auto_is_cuda_where_any_node_declares_a_gpu(caplog: pytest.LogCaptureFixture) -> None:

@@ -67,24 +67,9 @@ def test_workers_start_in_a_copied_folder_with_the_variables_of_the_run(
     assert len(metrics(tmp_path / "run")) >= 1
 
 
-def test_what_the_job_gives_workers_too_is_refused(cluster: tuple[psutil.Process, str], tmp_path: Path) -> None:
-    _, address = cluster
-    given = {"cluster.runtime_env.env_vars.NCCL_DEBUG": "INFO"}
-    job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"env_vars": {"NCCL_DEBUG": "WARN"}}}'}
-    with Program(
-        tmp_path / "run", LEARNING | {"steps": 1} | given, environment={"RAY_ADDRESS": address, **NO_TOKEN, **job}
-    ) as program:
-        assert program.finish() == 2, program.errors()
-        said = program.errors()
-    assert (
-        "cluster.runtime_env has what the runtime environment of this Ray job has too" in said and "NCCL_DEBUG" in said
-    )
-    assert "set each in one place" in said
-
-
 def test_gpus_that_are_declared_on_a_machine_without_are_said_by_the_rank(tmp_path: Path) -> None:
     with head(cpus=2, gpus=1) as (_, address):
-        small = LEARNING | {"steps": 1, "rollout.num_engines": 1, "cluster.device": "auto"}
+        small = LEARNING | {"steps": 1, "rollout.num_engines": 1, "train.parallel": "d1", "cluster.device": "auto"}
         environment = {"RAY_ADDRESS": address, **NO_TOKEN}
         with Program(tmp_path / "run", small, environment=environment) as program:
             assert program.finish() == 2, program.errors()

@@ -110,7 +110,9 @@ def test_a_run_that_loses_a_node_ends_with_its_name_if_no_other_is_there(
         death(network.all[2])
         assert program.wait(timeout=2 * DEADLINE_S) == 1
     said = output.read_text()
-    found = [line for line in said.splitlines() if line.startswith("the Ray cluster has lost node-b (198.51.100.3), with")]
+    found = [
+        line for line in said.splitlines() if line.startswith("the Ray cluster has lost node-b (198.51.100.3), with")
+    ]
     # The last words; with a cable Ray adds some of its own.
     assert found and "need 2 CPU devices, but the cluster has 1" in found[-1], said
 

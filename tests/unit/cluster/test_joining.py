@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.cluster import job, nodes
+from rlframe.cluster import inspection, job, nodes
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.info import WorkerInfo
+from rlframe.cluster.inspection import Report
+from rlframe.cluster.needs import Needs
 from rlframe.cluster.network import GLOO_INTERFACE, interface_of, use_address
 from rlframe.cluster.nodes import Node
 from rlframe.cluster.runtime_env import OURS, RuntimeEnvConfig
@@ -67,6 +69,25 @@ def test_auto_without_declared_gpus_is_told_and_refused_where_there_are_some(
         return
     with pytest.raises(ConfigError, match="cluster.device must be cpu or cuda, got auto: .* has /dev/nvidia0; start"):
         nodes.settle(config, there)
+
+
+def test_what_a_node_lacks_is_said_with_its_name(tmp_path: Path) -> None:
+    needs = Needs(output=tmp_path, files={"model.path": "/models/m/config.json"}, packages={"rollout.name": "vllm"})
+    report = Report(failure="it is read-only", missing=("model.path", "rollout.name"), digest="")
+    assert [str(fault) for fault in inspection.faults_of(node("gpu-1", num_gpus=8), report, needs)] == [
+        f"output must be a folder that every node shares: on node gpu-1 (10.0.0.1): {tmp_path}: it is read-only; set "
+        "output to a folder on a file system that all nodes mount at the same path",
+        "model.path must exist on every node: node gpu-1 (10.0.0.1) has no /models/m/config.json; put it on a file "
+        "system that all nodes mount at the same path",
+        "rollout.name needs the package vllm on node gpu-1 (10.0.0.1); install it in its environment",
+    ]
+
+
+def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+    with inspection.probe(tmp_path) as word:
+        (tmp_path / f"{word}-answer").write_text(word)
+        assert inspection.appears(tmp_path / word)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_variables_of_workers_are_text_and_folders_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

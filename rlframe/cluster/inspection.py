@@ -28,10 +28,10 @@ PATIENCE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a node has."""
+    """The answer of a node."""
 
     failure: str
-    """Why the node cannot use the run's folder. Empty if it can."""
+    """Reason why the node cannot use the run's folder. Empty if it can."""
     missing: tuple[str, ...]
     """Keys of files and packages that it lacks."""
     digest: str

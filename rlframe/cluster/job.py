@@ -1,4 +1,4 @@
-"""What differs if the driver is a job of `ray job submit`."""
+"""Differences of a driver that is a job of `ray job submit`."""
 
 import json
 import os

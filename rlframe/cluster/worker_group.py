@@ -158,7 +158,7 @@ class WorkerGroup(Generic[W_co]):
         ids = {bundle.node for rank in ranks for bundle in getattr(self.slots[rank], "bundles", ())}
         if lost := gone(ids):
             there = {node.id for node in lost}
-            names = [str(info) for info in self.infos if info.node_id in there]
+            names = [str(info) for info in self._infos if info.node_id in there]
             raise died(lost, said=", ".join(names) or f"{self.role} cannot restart there")
 
     def deaths(self) -> list[WorkerDied]:

@@ -1,6 +1,7 @@
 """A run that joins a cluster: which address, which device, what its workers are given."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.inspection import Report
 from rlframe.cluster.needs import Needs
-from rlframe.cluster.network import GLOO_INTERFACE, interface_of, use_address
+from rlframe.cluster.network import GLOO_INTERFACE, interface_of, is_here, use_address
 from rlframe.cluster.nodes import Node
 from rlframe.cluster.runtime_env import OURS, RuntimeEnvConfig
 from rlframe.cluster.watch.flight import RING
@@ -91,12 +92,12 @@ def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_variables_of_workers_are_text_and_folders_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "work").mkdir()
+    (tmp_path / "given").mkdir()
     monkeypatch.chdir(tmp_path)
-    given = RuntimeEnvConfig(env_vars={"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": 1}, working_dir="work", pip=["sympy"])
+    given = RuntimeEnvConfig(env_vars={"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": 1}, working_dir="given", pip=["sympy"])
     assert given.for_ray() == {
         "env_vars": {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1"},
-        "working_dir": f"{tmp_path}/work",
+        "working_dir": f"{tmp_path}/given",
         "pip": ["sympy"],
     }
     assert RuntimeEnvConfig().for_ray() == {}
@@ -129,6 +130,11 @@ def test_gloo_takes_the_interface_of_the_nodes_address(monkeypatch: pytest.Monke
     monkeypatch.setenv(GLOO_INTERFACE, "eth7")
     use_address("127.0.0.1")
     assert os.environ[GLOO_INTERFACE] == "eth7"
+
+
+def test_a_machine_of_the_same_name_is_another_one() -> None:
+    assert is_here(socket.gethostname(), "127.0.0.1")
+    assert not is_here(socket.gethostname(), "203.0.113.9") and not is_here("gpu-1", "127.0.0.1")
 
 
 def test_a_worker_elsewhere_is_named_with_its_address() -> None:

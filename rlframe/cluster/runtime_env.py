@@ -25,7 +25,7 @@ OURS = {
 
 @dataclass(kw_only=True, slots=True)
 class RuntimeEnvConfig:
-    """The environment that Ray gives the process of every worker, on every node ("Runtime environments" of Ray's manual).
+    """The runtime environment, as Ray calls it, of the process of every worker on every node.
 
     A worker on another node has the environment of `ray start` there, not that of the driver.
     """

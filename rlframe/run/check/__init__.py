@@ -205,6 +205,7 @@ TOPICS = {
     cluster.address: {"cluster"},
     cluster.job_folder: {"output"},
     cluster.variables: {"cluster", "train"},
+    cluster.job_environment: {"cluster"},
     devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
     devices.engine: {"model", "rollout", "algorithm"},
     loop.environment: {"rollout", "algorithm"},

@@ -15,6 +15,7 @@ from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.flight import write_flight
 from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
 from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, stack_file
+from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
 from rlframe.utils.outside import receive
 
@@ -34,7 +35,9 @@ class Worker:
         num_threads: int,
         outside: Mapping[str, tuple[str, str]] | None = None,
     ):
-        """Imports the files of components from outside the package, if there are any."""
+        """Imports the files of components from outside the package, if there are any. Garbage is collected from the
+        first method on that does not start anything."""
+        garbage.hold()
         self.role, self.rank = role, rank
         self.log = pathlib.Path(log_folder) / f"{role}-{rank}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ import pathlib
 import psutil
 
 from rlframe.loops.reporting.advantage_stats import EMPTY, FLAT
+from rlframe.loops.reporting.start_up import StartUp
 
 FILES = {
     "model": "model/ (Hugging Face format)",
@@ -31,7 +32,7 @@ def closing_paragraph(
     output: str,
     results: dict[str, float],
     phase_totals: dict[str, float],
-    ready_s: float,
+    start_up: StartUp,
     total_s: float,
 ) -> str:
     """Returns the closing paragraph: what changed, where the time went, and where the files are.
@@ -39,14 +40,14 @@ def closing_paragraph(
     Args:
         output: folder of the run.
         phase_totals: seconds by phase.
-        ready_s: seconds from the start of the run until the first step could begin.
+        start_up: what it took until the first step could begin.
     """
     phases = sorted(phase_totals.items(), key=lambda pair: -pair[1])
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
     files = ", ".join(text for name, text in FILES.items() if (pathlib.Path(output) / name).exists())
     return (
         f"{name}: {steps} steps done. {outcome(results)} {in_vain(results)}Start-up took "
-        f"{ready_s:.1f} s, the whole run {total_s:.1f} s; by phase: {times}. All processes together hold "
+        f"{start_up}, the whole run {total_s:.1f} s; by phase: {times}. All processes together hold "
         f"{resident_gigabytes():.1f} GB. In {output}: {files}."
     )
 

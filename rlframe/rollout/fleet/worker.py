@@ -18,6 +18,7 @@ from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
 from rlframe.utils.registry import find
 
@@ -144,6 +145,7 @@ class RolloutWorker(Worker, EngineWorker):
             random_seed=setup.seed if setup.model.random_init else None,
             with_routes=setup.with_routes,
         )
+        garbage.release()
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
 
     @ray.method(concurrency_group=GENERATE)

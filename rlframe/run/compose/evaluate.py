@@ -22,6 +22,7 @@ from rlframe.run.compose.frozen import frozen
 from rlframe.run.compose.offline import offline
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.sets import evaluation_sets
+from rlframe.utils import garbage
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.text import print_line
@@ -52,30 +53,36 @@ def _responses(parts: Parts) -> Mapping[str, Result]:
     sets = evaluation_sets(parts, prompts)
     if not sets:
         raise _nothing(parts)
+    parts.start_up.done("data")
     engines = frozen(parts, rewarded=True)
     began = time.monotonic()
     evaluated = evaluate_streaming(engines.attempts, engines.scorer, sets)
     results = {each.set.name: result_of(each) for each in evaluated}
-    seconds = {"start": engines.start_s, "evaluation": time.monotonic() - began}
     write_responses(parts.folder, evaluated)
-    write_results(parts.folder, results, model=config.model.path, seconds=seconds)
+    _write(parts, results, began)
     return results
 
 
 def _losses(parts: Parts, algorithm: OfflineAlgorithm) -> Mapping[str, Result]:
     """Evaluates the loss on held-out items, in the policy's ranks."""
-    started = time.monotonic()
     loop = offline(parts, algorithm)
+    garbage.release()
     if not (items := loop.examples.held_out()):
         raise _nothing(parts)
     Resumption(parts.config.checkpoint, loop, parts.checkpoints, parts.groups).resume()
+    parts.start_up.done("preparation")
     began = time.monotonic()
     loop.evaluate(0)
     metrics = {key.removeprefix("before/"): value for key, value in loop.results.items() if key.startswith("before/")}
     results = {HELD_OUT: Result(count=len(items), metrics=metrics)}
-    seconds = {"start": began - started, "evaluation": time.monotonic() - began}
-    write_results(parts.folder, results, model=parts.config.model.path, seconds=seconds)
+    _write(parts, results, began)
     return results
+
+
+def _write(parts: Parts, results: Mapping[str, Result], began: float) -> None:
+    """Writes the results of an evaluation that began at `began`."""
+    seconds = {"start": parts.start_up.parts, "evaluation": time.monotonic() - began}
+    write_results(parts.folder, results, model=parts.config.model.path, seconds=seconds)
 
 
 def _nothing(parts: Parts) -> ConfigError:

@@ -22,6 +22,7 @@ def generate(parts: Parts) -> dict[str, float]:
     data = settings_of(config.data, config.data.path)
     salt = f"subset {config.seed}"
     prompts, ids = read_prompts(data, tokenizer=parts.tokenizer, part=builtin.Split.TRAIN, salt=salt)
+    parts.start_up.done("data")
     engines = frozen(parts, rewarded=judged(parts, prompts))
     began = time.monotonic()
     generation = Generation(
@@ -35,7 +36,7 @@ def generate(parts: Parts) -> dict[str, float]:
     generation.run(prompts, ids)
     written = generation.num_written
     there = f"; {len(ids) - written} were there" if written < len(ids) else ""
-    times = f"{time.monotonic() - began:.1f} s after a start of {engines.start_s:.1f} s"
+    times = f"{time.monotonic() - began:.1f} s after a start of {parts.start_up}"
     print_line(f"{config.name}: {written} prompts answered in {times}{there}.")
     print_line(f"In {parts.folder}: {RESPONSES}, config.yaml, logs/.")
     return {}

@@ -90,7 +90,8 @@ def critic(parts: Parts, placement: Placement, algorithm: Algorithm) -> CriticGr
 def teacher(
     parts: Parts, placement: Placement, algorithm: Algorithm, ranks: PolicyGroup, engines: TeacherEngines | None
 ) -> Callable[[Any], Any] | None:
-    """Returns the function that adds the teacher's outputs to a batch, if the algorithm needs them.
+    """Returns the function that adds the teacher's outputs to a batch, if the algorithm needs them. Ranks of the
+    teacher's own are not started.
 
     Args:
         ranks: the policy's ranks, which may hold the teacher.
@@ -114,12 +115,11 @@ def teacher(
         slots = placement.slots[TEACHER]
         speaks = TeacherGroup(setup, slots=slots, num_threads=parts.threads(len(slots)), **parts.limits())
         parts.groups.append(speaks)
-        speaks.start()
     return partial(with_teacher, teacher=speaks, algorithm=algorithm)
 
 
 def teacher_engines(parts: Parts, placement: Placement) -> TeacherEngines | None:
-    """Returns the started engines of the teacher, if it has any."""
+    """Returns the engines of the teacher, not started, if it has any."""
     config, engine = parts.config.teacher, teacher_engine(parts.config)
     if config is None or engine is None:
         return None
@@ -130,7 +130,6 @@ def teacher_engines(parts: Parts, placement: Placement) -> TeacherEngines | None
         num_threads=parts.threads(len(slots)),
         **parts.limits(),
     )
-    engines.start()
     return engines
 
 

@@ -1,6 +1,5 @@
 """Composes the online loop: a policy, its engines, and its rewards, critic and teacher."""
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from rlframe.algorithms.base import OnlineAlgorithm
@@ -32,18 +31,27 @@ from rlframe.weight_sync.config import HoldIn
 def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     """Returns the online loop, every part of it started and calibrated."""
     config = parts.config
+    placement = parts.devices()
+    # Processes first, which start at the same time and while the data is made ready.
+    rollout = models.rollout(parts, placement)
+    apart = models.evaluation_engines(parts, placement)
+    models_trained = trained(parts, placement, algorithm)
+    policy = models_trained.policy
+    attempts = models.attempts(parts, rollout)
     prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
     sets = evaluation_sets(parts, prompts)
     examples = given_responses(parts, prompts)
-    placement = parts.devices()
-    # Before the models start, so that all processes start at the same time.
-    rollout = models.rollout(parts, placement)
-    apart = models.evaluation_engines(parts, placement)
-    attempts = models.attempts(parts, rollout)
-    models_trained = trained(parts, placement, algorithm)
-    policy = models_trained.policy
-    start([rollout, apart] if apart else [rollout])
+    parts.start_up.done("data")
+    engines = [rollout, apart] if apart else [rollout]
+    if not shared_gpu(parts):
+        begin(engines)
+    models_trained.start(parts)
+    begin(engines)
+    for group in engines:
+        group.start()
+    parts.start_up.done("processes")
     weight_sync = synced(parts, policy, rollout)
+    parts.start_up.done("weight sync")
     rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
     rollout.audit = weight_sync.audit_if_due
     metrics = parts.metrics()
@@ -93,11 +101,16 @@ def ahead(config: RunConfig) -> bool:
     return config.loop.max_policy_lag > 0 and not config.cluster.colocate
 
 
-def start(groups: list[RolloutGroup]) -> None:
-    """Builds the engines of all groups at the same time."""
-    with ThreadPoolExecutor(max_workers=len(groups)) as pool:
-        for started in [pool.submit(group.start) for group in groups]:
-            started.result()
+def begin(groups: list[RolloutGroup]) -> None:
+    """Has the engines of all groups build themselves at the same time, which `start` waits for."""
+    for group in groups:
+        group.begin()
+
+
+def shared_gpu(parts: Parts) -> bool:
+    """Returns whether policy and engines take turns on GPUs. An engine measures the free memory of its GPU when it
+    starts, so that the policy must have its own by then."""
+    return parts.device.type == "cuda" and parts.config.cluster.colocate
 
 
 def synced(parts: Parts, source: SourceGroup, engines: RolloutGroup) -> WeightSync:
@@ -138,8 +151,7 @@ def evaluation(
 def sharing(parts: Parts, models_trained: Trained, rollout: RolloutGroup) -> list[Sleeper]:
     """Returns the roles that take turns on shared devices."""
     # The engines sleep during training on a shared GPU; other models stay in memory, unless they are told to sleep too.
-    shared = parts.device.type == "cuda" and parts.config.cluster.colocate
-    return [*([rollout] if shared else []), *models_trained.sleepers(parts)]
+    return [*([rollout] if shared_gpu(parts) else []), *models_trained.sleepers(parts)]
 
 
 def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: RolloutGroup) -> Probe:

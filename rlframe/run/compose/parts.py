@@ -11,6 +11,7 @@ from rlframe.cluster import runtime
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
 from rlframe.loops.reporting.metrics import MetricsLog
+from rlframe.loops.reporting.start_up import StartUp
 from rlframe.loops.saving.checkpoints import Checkpoints, read_state
 from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
@@ -28,8 +29,8 @@ LOGS = "logs"
 class Parts:
     """Common parts of the compositions. Puts everything that must be closed on `stack`."""
 
-    def __init__(self, config: RunConfig, requirements: Requirements, stack: ExitStack):
-        self.config, self.requirements, self.stack = config, requirements, stack
+    def __init__(self, config: RunConfig, requirements: Requirements, stack: ExitStack, start_up: StartUp):
+        self.config, self.requirements, self.stack, self.start_up = config, requirements, stack, start_up
         self.folder = config.folder
         self.device = platform.resolve(config.cluster.device)
         # First: it takes seconds at most, and its errors must not wait for anything.
@@ -47,7 +48,13 @@ class Parts:
             self.stack.enter_context(runtime.running(cluster, num_devices=roles.num_devices))
             placement = reserve(roles, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
         self.stack.callback(placement.release)
+        self.start_up.done("Ray")
         return placement
+
+    def start_groups(self) -> None:
+        """Builds the models of all groups of ranks and loads their weights."""
+        for group in self.groups:
+            group.start()
 
     def limits(self) -> dict[str, Any]:
         """Returns the log folder and the time limits of groups of workers."""

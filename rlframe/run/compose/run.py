@@ -10,6 +10,7 @@ from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.proving import Prover
 from rlframe.loops.replay import ReplayLoop
+from rlframe.loops.reporting.start_up import StartUp
 from rlframe.loops.reporting.summary import closing_paragraph
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption
@@ -21,20 +22,24 @@ from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.replay import replay
 from rlframe.run.config import Mode, RunConfig
+from rlframe.utils import garbage
 from rlframe.utils.registry import find
 
 
-def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
+def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = None) -> dict[str, float]:
     """Does what `mode` says. Runs the whole run, or the rest of it if its folder holds a checkpoint, and prints the
     closing paragraph; or evaluates, or generates.
 
     Args:
         stop: ends the loop before its last step on request; None for a run that nothing ends early.
+        began: when the start began, of `time.monotonic`, for what is said of its duration; None means now.
 
     Returns:
         The results: `after/...` of the last evaluation, or `last_loss`.
     """
-    started = time.monotonic()
+    garbage.hold()
+    started = time.monotonic() if began is None else began
+    start_up = StartUp(started)
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
     trains = config.mode is Mode.TRAIN
@@ -45,10 +50,12 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
     ):
         reaper = stack.enter_context(reaping(config.cluster.stall_warning_s))
         watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
-        parts = Parts(config, algorithm.requirements, stack)
+        parts = Parts(config, algorithm.requirements, stack, start_up)
+        start_up.done("imports and checks")
         if not trains:
             return without_training(parts, algorithm, stop or Stop())
         loop = compose(parts, algorithm)
+        garbage.release()
         for caution in algorithm.cautions(config.facts):
             loop.metrics.print_line(f"warning: {caution}")
         loop.schedule.stop = stop = stop or Stop()
@@ -62,6 +69,7 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
         ).after
         rest = Resumption(config.checkpoint, loop, parts.checkpoints, parts.groups)
         Restarts(config.cluster.max_restarts, parts.groups, start_anew=rest.start_anew).retry_after_restart(rest.finish)
+        start_up.done("preparation", at=rest.ready_at)
         loop.metrics.print_line(
             closing_paragraph(
                 name=config.name,
@@ -69,7 +77,7 @@ def run(config: RunConfig, stop: Stop | None = None) -> dict[str, float]:
                 output=config.output,
                 results=loop.results,
                 phase_totals=loop.phase.totals,
-                ready_s=rest.ready_at - started,
+                start_up=start_up,
                 total_s=time.monotonic() - started,
             )
         )

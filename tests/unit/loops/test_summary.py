@@ -4,6 +4,7 @@ import pathlib
 import re
 from typing import Any
 
+from rlframe.loops.reporting.start_up import StartUp
 from rlframe.loops.reporting.summary import closing_paragraph, in_vain, outcome
 
 
@@ -59,6 +60,13 @@ def test_a_run_without_held_out_prompts_says_so() -> None:
     assert outcome({}) == "There were no held-out prompts."
 
 
+def start_up() -> StartUp:
+    parts = StartUp(10.0)
+    parts.done("imports and checks", at=11.54)
+    parts.done("Ray", at=14.04)
+    return parts
+
+
 def test_the_paragraph_names_the_times_and_the_files_that_are_there(tmp_path: pathlib.Path) -> None:
     for name in ("checkpoints", "logs"):
         (tmp_path / name).mkdir()
@@ -69,19 +77,20 @@ def test_the_paragraph_names_the_times_and_the_files_that_are_there(tmp_path: pa
         **run,
         results={"first_loss": 2.0, "last_loss": 1.0},
         phase_totals={"reward": 1.0, "train": 12.345, "rollout": 3.0},
-        ready_s=4.04,
+        start_up=start_up(),
         total_s=22.0,
     )
     memory = re.search(r" All processes together hold (\d+\.\d) GB\.", text)
     assert memory and float(memory[1]) > 0.1, "torch alone is more"
     assert text.replace(memory[0], "") == (
-        "tiny: 7 steps done. The loss went from 2.0000 to 1.0000. Start-up took 4.0 s, the whole run 22.0 s; by phase: "
+        "tiny: 7 steps done. The loss went from 2.0000 to 1.0000. Start-up took 4.0 s (imports and checks 1.5 s, Ray "
+        "2.5 s), the whole run 22.0 s; by phase: "
         f"train 12.3 s, rollout 3.0 s, reward 1.0 s. In {tmp_path}: metrics.jsonl, checkpoints/, logs/, config.yaml."
     )
     (tmp_path / "model").mkdir()
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "samples.jsonl").touch()
-    assert closing_paragraph(**run, results={}, phase_totals={}, ready_s=0, total_s=0).endswith(
+    assert closing_paragraph(**run, results={}, phase_totals={}, start_up=start_up(), total_s=0).endswith(
         f"In {tmp_path}: model/ (Hugging Face format), metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, "
         "logs/, config.yaml."
     )

@@ -7,7 +7,7 @@ from rlframe.algorithms.base import Algorithm, OfflineAlgorithm
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.config import HELD_OUT
 from rlframe.loops.evaluate import evaluate_streaming
-from rlframe.loops.reporting.evaluation import (
+from rlframe.loops.results import (
     RESPONSES,
     RESULTS,
     Result,

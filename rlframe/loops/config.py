@@ -229,13 +229,31 @@ class LoggingConfig:
     tensorboard: bool = True
     """Whether to write TensorBoard event files to `tensorboard/`."""
     wandb_project: str | None = None
-    """Weights & Biases project. null disables it."""
+    """Weights & Biases project. null disables it. WANDB_MODE=offline writes files that `wandb sync` uploads."""
+    wandb_entity: str | None = None
+    """User or team of the project. null means the default of the account."""
     mlflow_experiment: str | None = None
-    """MLflow experiment. null disables it."""
+    """MLflow experiment, at the address in MLFLOW_TRACKING_URI. null disables it."""
+    trackio_project: str | None = None
+    """Trackio project. null disables it."""
+    group: str | None = None
+    """Name that runs share which belong together, at the trackers above."""
+    tags: list[str] = field(default_factory=list)
+    """Words by which the trackers above find the run."""
     progress: bool = True
     """Whether to show a progress bar."""
     samples_per_step: Annotated[int, Range(0, 10**6)] = 4
     """Number of rollouts written to samples.jsonl in each step."""
+    sample_table_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 10
+    """Number of steps between two tables with those rollouts at the trackers and in TensorBoard. Evaluations always
+    have one. 0 writes none."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.wandb_entity is not None and self.wandb_project is None:
+            raise SettingError("wandb_entity", "has no effect without wandb_project", got=self.wandb_entity)
+        has_tracker = self.wandb_project or self.mlflow_experiment or self.trackio_project
+        for name in ("group", "tags"):
+            if getattr(self, name) and not has_tracker:
+                rule = "has no effect without wandb_project, mlflow_experiment or trackio_project"
+                raise SettingError(name, rule, got=getattr(self, name))

@@ -21,7 +21,8 @@ from rlframe.loops.evaluate import EvaluationBeside, evaluate, judged, metrics_o
 from rlframe.loops.evaluation_sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import EVALUATED, rollout_metrics
+from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.reporting.trackers.base import EVALUATED
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.loops.sampling.source import GroupSource
 from rlframe.loops.saving.checkpoints import Stage
@@ -221,7 +222,7 @@ class OnlineLoop(RolloutLoop):
     def _log_evaluation(self, step: int, evaluated: list[Evaluated], further: dict[str, float]) -> None:
         metrics = metrics_of(evaluated) | further
         for each in evaluated:
-            self.metrics.log_samples(step, members(each.groups))
+            self.metrics.log_samples(step, members(each.groups), evaluation=True)
         self.metrics.log_evaluation(step, metrics)
         when = "before" if step == 0 else "after"
         self.results |= {f"{when}/{key.removeprefix('evaluation/')}": value for key, value in metrics.items()}

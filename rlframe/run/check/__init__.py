@@ -5,14 +5,17 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.cluster.config import Device
 from rlframe.run.check import (
     batch,
+    cluster,
     critic,
     data,
     devices,
     effect,
     judge,
     loop,
+    memory,
     model,
     modes,
     replay,
@@ -21,7 +24,7 @@ from rlframe.run.check import (
     teacher,
     train,
 )
-from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
+from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, device_of, online
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import to_run
 from rlframe.utils.errors import ConfigError, DataError
@@ -53,6 +56,23 @@ def check(run: RunConfig) -> None:
     """
     if faults := _faults(run, faulty=frozenset()):
         raise ConfigError(faults)
+
+
+def check_device(run: RunConfig) -> None:
+    """Refuses what does not work on `cluster.device`, which a joined cluster has decided after `check`.
+
+    Raises:
+        ConfigError: every fault.
+    """
+    concerned = topics_of(run)
+    if faults := [fault for topic in OF_DEVICE if topic in concerned for fault in topic(run)]:
+        raise ConfigError(faults)
+
+
+def planned_faults(run: RunConfig) -> list[Fault]:
+    """Returns every fault that a machine can see that has the model's config.json, but not its weights, the data or the
+    devices."""
+    return [fault for topic in TOPICS if topic not in OF_THIS_MACHINE for fault in topic(run)]
 
 
 def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
@@ -107,8 +127,8 @@ def check_data(run: RunConfig) -> Iterator[Fault]:
 def check_training(run: RunConfig) -> Iterator[Fault]:
     """Checks the options of training against the model, the devices and the algorithm."""
     architecture, _ = architecture_of(run)
-    cuda = on_cuda(run)
-    yield from train.device_faults(run.train, cuda=cuda)
+    if (device := device_of(run)) is not Device.AUTO:
+        yield from train.device_faults(run.train, cuda=device is Device.CUDA)
     if architecture:
         yield from algorithm_of(run).faults(hidden_size=architecture.hidden_size)
         yield from train.model_faults(run.train, architecture)
@@ -118,8 +138,8 @@ def check_training(run: RunConfig) -> Iterator[Fault]:
 
 def check_routes(run: RunConfig) -> Iterator[Fault]:
     """Checks that engines can return the routed experts that the policy's routers replay."""
-    cuda = on_cuda(run)
-    yield from routes.faults(run, algorithm_of(run), cuda=cuda)
+    if (device := device_of(run)) is not Device.AUTO:
+        yield from routes.faults(run, algorithm_of(run), cuda=device is Device.CUDA)
 
 
 def check_critic(run: RunConfig) -> Iterator[Fault]:
@@ -182,6 +202,9 @@ TOPICS = {
     model.files: {"model", "algorithm"},
     model.parallel: {"model", "train"},
     batch.batch: {"prompts_per_step", "algorithm", "train"},
+    cluster.address: {"cluster"},
+    cluster.job_folder: {"output"},
+    cluster.variables: {"cluster", "train"},
     devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
     devices.engine: {"model", "rollout", "algorithm"},
     loop.environment: {"rollout", "algorithm"},
@@ -189,7 +212,7 @@ TOPICS = {
     batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
     check_data: {"data", "seed"},
     data.curriculum_faults: {"data", "reward", "judge", "steps", "algorithm"},
-    devices.packages: {"rollout", "logging"},
+    devices.packages: {"rollout", "logging", "cluster"},
     batch.optimizer: {"train"},
     model.lora: {"model", "train"},
     check_training: {"model", "train", "cluster", "algorithm"},
@@ -210,6 +233,7 @@ TOPICS = {
     loop.checkpoint: {"checkpoint"},
     replay.faults: {"model", "rollout", "algorithm", "train", "checkpoint", "prompts_per_step", "steps", "output"},
     loop.offline: {"algorithm", "train"},
+    memory.faults: set(RunConfig.__dataclass_fields__),
     effect.revisions: {"model", "critic", "teacher", "judge", "reward"},
     modes.mode: {"mode", "data", "evaluation", "algorithm", "rollout", "checkpoint"},
     modes.sets: {"mode", "data", "evaluation", "reward", "rollout", "model", "algorithm"},
@@ -217,6 +241,20 @@ TOPICS = {
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
+
+OF_THIS_MACHINE = frozenset(
+    {
+        model.files,
+        devices.devices,
+        devices.transport,
+        devices.packages,
+        check_data,
+        data.curriculum_faults,
+        check_reward,
+        memory.faults,
+    }
+)
+"""Topics about weights, data, packages and devices, which a machine that only plans need not have."""
 
 OF_SAMPLING = frozenset(
     {
@@ -237,6 +275,8 @@ WITHOUT_TRAINING = frozenset(
     {
         model.model,
         model.files,
+        cluster.address,
+        cluster.job_folder,
         devices.devices,
         devices.engine,
         devices.packages,
@@ -253,3 +293,11 @@ WITHOUT_TRAINING = frozenset(
     }
 )
 """Topics about engines and rewards alone, in the modes that start nothing else."""
+OF_DEVICE = (
+    devices.transport,
+    check_training,
+    check_routes,
+    check_critic,
+    *(need.faults for need in effect.NEEDS if "cluster" in need.beside),
+)
+"""Topics that depend on the device, which `auto` on a joined cluster leaves open until then."""

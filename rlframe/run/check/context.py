@@ -76,6 +76,9 @@ def architecture_of(run: RunConfig) -> tuple[Architecture | None, list[Fault]]:
         return None, [Fault("model.path", said=error)]
 
 
-def on_cuda(run: RunConfig) -> bool:
-    """Returns whether models and engines run on CUDA."""
-    return run.cluster.device is not Device.CPU and torch.cuda.is_available()
+def device_of(run: RunConfig) -> Device:
+    """Returns the hardware of models and engines. AUTO if only the cluster that the run joins can tell; this machine is
+    then not asked, because it may have other devices than the nodes of the cluster."""
+    if run.cluster.device is not Device.AUTO or run.cluster.joins:
+        return run.cluster.device
+    return Device.CUDA if torch.cuda.is_available() else Device.CPU

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
+from rlframe.cluster.config import Device
 from rlframe.environments.base import answers
 from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
-from rlframe.run.check.context import on_cuda, online, samples
+from rlframe.run.check.context import device_of, online, samples
 from rlframe.run.config import Mode, RunConfig
 from rlframe.utils.faults import Fault
 
@@ -126,7 +127,7 @@ NEEDS = (
     ),
     Need(
         ("rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.moe_backend"),
-        lambda run: isinstance(run.rollout, ServedConfig) and not on_cuda(run),
+        lambda run: isinstance(run.rollout, ServedConfig) and device_of(run) is Device.CPU,
         "engines on a CPU",
         ("cluster",),
     ),
@@ -199,7 +200,7 @@ NEEDS = (
     ),
     Need(
         ("rollout.enforce_eager",),
-        lambda run: run.rollout.name == "sglang" and not on_cuda(run),
+        lambda run: run.rollout.name == "sglang" and device_of(run) is Device.CPU,
         "SGLang on a CPU",
         ("cluster",),
     ),

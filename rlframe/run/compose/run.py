@@ -1,9 +1,11 @@
 """A whole run, from its configuration to the closing paragraph."""
 
+import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.cluster import job
 from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.loops.offline import OfflineLoop
@@ -22,13 +24,20 @@ from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.replay import replay
 from rlframe.run.config import Mode, RunConfig
+from rlframe.run.preflight.explain import explaining
 from rlframe.utils import garbage
+from rlframe.utils.errors import ConfigError, NodeDied
 from rlframe.utils.registry import find
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = None) -> dict[str, float]:
     """Does what `mode` says. Runs the whole run, or the rest of it if its folder holds a checkpoint, and prints the
     closing paragraph; or evaluates, or generates.
+
+    If a joined cluster loses a node of the run, it goes on from the last checkpoint on the nodes that are left or have
+    come, at most `cluster.max_restarts` times.
 
     Args:
         stop: ends the loop before its last step on request; None for a run that nothing ends early.
@@ -36,7 +45,29 @@ def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = No
 
     Returns:
         The results: `after/...` of the last evaluation, or `last_loss`.
+
+    Raises:
+        NodeDied: no restart is left, or the cluster has too few devices without the node.
     """
+    stop = stop or Stop()
+    deaths: list[NodeDied] = []
+    while True:
+        try:
+            return run_on(config, stop, began=began)
+        except NodeDied as error:
+            began = None
+            deaths.append(error)
+            if len(deaths) > config.cluster.max_restarts:
+                raise
+            logger.warning("%s; going on from the last checkpoint with the nodes that are left or come back", error)
+        except ConfigError as error:
+            if not deaths:
+                raise
+            raise NodeDied(f"{deaths[-1]}; {'; '.join(map(str, error.faults))}") from error
+
+
+def run_on(config: RunConfig, stop: Stop, *, began: float | None) -> dict[str, float]:
+    """Runs the run on the nodes that the cluster has now; see `run`."""
     garbage.hold()
     started = time.monotonic() if began is None else began
     start_up = StartUp(started)
@@ -44,6 +75,7 @@ def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = No
     algorithm: Algorithm = component(config.algorithm)
     trains = config.mode is Mode.TRAIN
     with (
+        explaining(config, algorithm) if trains else nullcontext(),
         watching(config.cluster, config.folder / LOGS, learns=trains) as watchdog,
         ExitStack() as stack,
         work(watchdog),
@@ -53,12 +85,12 @@ def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = No
         parts = Parts(config, algorithm.requirements, stack, start_up)
         start_up.done("imports and checks")
         if not trains:
-            return without_training(parts, algorithm, stop or Stop())
+            return without_training(parts, algorithm, stop)
         loop = compose(parts, algorithm)
         garbage.release()
-        for caution in algorithm.cautions(config.facts):
+        for caution in [*algorithm.cautions(config.facts), *filter(None, [job.caution(config.checkpoint.on_signal_s)])]:
             loop.metrics.print_line(f"warning: {caution}")
-        loop.schedule.stop = stop = stop or Stop()
+        loop.schedule.stop = stop
         watchdog.server_died = lambda server: stop.ask(f"{server} of Ray died, which Ray itself does not outlive")
         loop.schedule.prove = Prover(
             parts.groups,

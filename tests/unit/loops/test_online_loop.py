@@ -162,7 +162,7 @@ def trained(
     policy = Bandit(algorithm, num_minibatches)
     world = World(policy, published={0: START.clone()})
     phase = Phases(sharing=[], announce=lambda name: None)
-    metrics = MetricsLog(config.logging, tmp_path, name="bandit", steps=STEPS, resolved={}, done_steps=None)
+    metrics = MetricsLog(config.logging, tmp_path, name="bandit", steps=STEPS, done_steps=None)
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
     world.attempts = LocalAttempts([answering(world.answer)], world.score)
     buffer = Buffer(prompts_per_step=PROMPTS, max_policy_lag=0, pipeline_depth=1)

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm
 from rlframe.data.prompts import PromptSource
-from rlframe.loops.config import HELD_OUT
+from rlframe.loops.config import HELD_OUT, LoggingConfig
 from rlframe.loops.evaluate import evaluate_streaming
 from rlframe.loops.results import (
     RESPONSES,
@@ -65,6 +66,8 @@ def _responses(parts: Parts) -> Mapping[str, Result]:
 
 def _losses(parts: Parts, algorithm: OfflineAlgorithm) -> Mapping[str, Result]:
     """Evaluates the loss on held-out items, in the policy's ranks."""
+    # A progress bar and trackers are for runs.
+    parts.config = replace(parts.config, logging=LoggingConfig(progress=False, tensorboard=False))
     loop = offline(parts, algorithm)
     garbage.release()
     if not (items := loop.examples.held_out()):

@@ -1,5 +1,6 @@
 """Composes mode=generate: responses of model.path to all prompts of data.path."""
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from rlframe.run.compose.parts import Parts
 from rlframe.types.prompt import Prompt
 from rlframe.utils.text import print_line
 
+logger = logging.getLogger(__name__)
 RESPONSES = "responses.jsonl"
 """File of the responses: a line for each prompt."""
 
@@ -44,6 +46,12 @@ def generate(parts: Parts) -> dict[str, float]:
 
 def judged(parts: Parts, prompts: Sequence[Prompt]) -> bool:
     """Returns whether the responses can be judged: there are rewards, and answers if a reward compares with them."""
-    return bool(parts.config.reward_names) and (
-        not needing_answers(parts.config) or any(prompt.answer is not None for prompt in prompts)
-    )
+    config = parts.config
+    needing = needing_answers(config)
+    without = sum(prompt.answer is None for prompt in prompts) if needing else 0
+    if without:
+        logger.info(
+            "%d of %d prompts have no answer, with which reward.parts.%s compares: no response is judged",
+            without, len(prompts), needing[0],
+        )  # fmt: skip
+    return bool(config.reward_names) and not without

@@ -11,6 +11,8 @@ from tests.multiprocess.program import QUICK, Program, lines, run, titled
 
 SETTINGS = {key: value for key, value in QUICK.items() if key != "model.random_init"} | {
     "rollout.max_tokens": 8,
+    "rollout.num_engines": 1,
+    "reward.workers": 1,
     "evaluation.sets.sampled.path": "arithmetic#8",
     "evaluation.sets.sampled.samples_per_prompt": 4,
     "evaluation.sets.sampled.temperature": 1,
@@ -31,8 +33,11 @@ def last_evaluation(folder: Path) -> dict[str, float]:
 
 
 def test_a_recipe_is_evaluated_by_engines_alone_that_are_proved(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with Program(folder, SETTINGS | {"mode": "evaluate"}) as program:
+    folder, file = tmp_path / "run", tmp_path / "sums.jsonl"
+    records = [{"prompt": f"{number}+{number}=", "answer": f"{2 * number}"} for number in range(80)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {"data.path": file, "evaluation.sets.sampled.path": f"{file}#8"}
+    with Program(folder, SETTINGS | data | {"mode": "evaluate"}) as program:
         assert program.finish() == 0, program.errors()
         said = program.errors()
     assert "all engines hold the model's files, tensor by tensor" in said

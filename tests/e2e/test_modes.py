@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.program import QUICK, Program, lines, run, titled
+from tests.multiprocess.runs.test_reward_model import make_reward_model
 
 SETTINGS = {key: value for key, value in QUICK.items() if key != "model.random_init"} | {
     "rollout.max_tokens": 8,
@@ -99,3 +100,25 @@ def test_a_run_of_no_steps_evaluates_and_exports(config: str, tmp_path: Path) ->
     expected = {key: value for line in measured for key, value in line.items() if key.startswith("evaluation/")}
     names = ["reward_mean"] if config == "grpo_qwen3_moe" else ["loss"]
     assert [results(folder)["held_out"][name] for name in names] == [expected[f"evaluation/{name}"] for name in names]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["evaluate", "generate"])
+def test_a_reward_model_and_a_judge_score_on_devices_of_their_own(mode: str, tmp_path: Path) -> None:
+    settings = {key: value for key, value in SETTINGS.items() if not key.startswith("evaluation.")} | {
+        "mode": mode,
+        "data.path": "arithmetic#8",
+        "reward.model.path": make_reward_model(tmp_path / "reward"),
+        # With the policy's devices, in training.
+        "reward.model.colocate": "true",
+        "judge.path": "qwen3_moe_tiny",
+        "judge.template": "'{response}+1='",
+        "judge.reading.pattern": r"(\d)",
+        "judge.without_score": "skip",
+        "judge.engine.max_tokens": 6,
+    }
+    folder = run(tmp_path / "run", settings)
+    found = lines(folder / mode / "responses.jsonl")
+    parts = [set(response["reward_parts"]) for line in found for response in line["responses"]]
+    assert len(parts) == 8 and all({"exact_match", "model"} <= each for each in parts)
+    assert any("judge_model" in each for each in parts)

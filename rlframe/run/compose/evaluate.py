@@ -57,7 +57,7 @@ def _responses(parts: Parts) -> Mapping[str, Result]:
     parts.start_up.done("data")
     engines = frozen(parts, rewarded=True)
     began = time.monotonic()
-    evaluated = evaluate_streaming(engines.attempts, engines.scorer, sets)
+    evaluated = evaluate_streaming(engines.attempts, engines.scorer, sets, progress=config.logging.progress)
     results = {each.set.name: result_of(each) for each in evaluated}
     write_responses(parts.folder, evaluated)
     _write(parts, results, began)

@@ -64,7 +64,8 @@ def check_device(run: RunConfig) -> None:
     Raises:
         ConfigError: every fault.
     """
-    if faults := [fault for topic in OF_DEVICE for fault in topic(run)]:
+    concerned = topics_of(run)
+    if faults := [fault for topic in OF_DEVICE if topic in concerned for fault in topic(run)]:
         raise ConfigError(faults)
 
 
@@ -276,6 +277,8 @@ WITHOUT_TRAINING = frozenset(
     {
         model.model,
         model.files,
+        cluster.address,
+        cluster.job_folder,
         devices.devices,
         devices.engine,
         devices.packages,

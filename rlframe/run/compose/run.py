@@ -2,7 +2,7 @@
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.cluster import job
@@ -75,7 +75,7 @@ def run_on(config: RunConfig, stop: Stop, *, began: float | None) -> dict[str, f
     algorithm: Algorithm = component(config.algorithm)
     trains = config.mode is Mode.TRAIN
     with (
-        explaining(config, algorithm),
+        explaining(config, algorithm) if trains else nullcontext(),
         watching(config.cluster, config.folder / LOGS, learns=trains) as watchdog,
         ExitStack() as stack,
         work(watchdog),

@@ -66,7 +66,8 @@ def main() -> None:
             return
         if asks_for_help(sys.argv[1:]) or asks_for_completion(sys.argv[1:]):
             return
-        sys.argv[1:] = command_line(sys.argv[1:])
+        begin_logging()
+        sys.argv[1:] = command_line(sys.argv[1:], default_name=DEFAULT_NAME)
         launch()
     except (*REFUSALS, ConfigError, UsageError) as error:
         # A missing configuration or choice, or an unreadable override, found during composition.
@@ -75,6 +76,13 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("stopped by Ctrl-C before the run began\n")
         sys.exit(130)
+
+
+def begin_logging() -> None:
+    """Writes lines of the log to the terminal."""
+    logging.basicConfig(level=logging.INFO)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(PrintableFormatter(LOG_FORMAT))
 
 
 def tool_of(arguments: Sequence[str]) -> str | None:
@@ -157,9 +165,6 @@ def launch(composed: DictConfig) -> Job:
     combination that ends early; its table reports it, and the exit code of the program is the greatest."""
     from rlframe.run.folder import claim  # noqa: PLC0415 - help must not wait for torch
 
-    logging.basicConfig(level=logging.INFO)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(PrintableFormatter(LOG_FORMAT))
     job = Job.begin()
     stop = Stop()
     stop.listen()

@@ -50,7 +50,7 @@ def command_line(arguments: Sequence[str], *, default_name: str) -> list[str]:
         return written
     if name is not None:
         _check_name(name, folders)
-    return [*_replaced(name or default_name, arguments, folders), *written]
+    return _with_replaced(name or default_name, arguments, written, folders)
 
 
 def option(arguments: Sequence[str], *names: str) -> str | None:
@@ -116,7 +116,7 @@ def composed(config_name: str, overrides: Sequence[str] = (), *, config_dir: str
     folders = config_folders(config_dir)
     _check_name(config_name, folders)
     written = rewritten(list(overrides), groups=choices(folders))
-    found = _compose(config_name, [*_replaced(config_name, overrides, folders), *written], folders)
+    found = _compose(config_name, _with_replaced(config_name, overrides, written, folders), folders)
     return to_values(found, config_name=config_name)
 
 
@@ -129,9 +129,10 @@ def _compose(config_name: str, overrides: list[str], folders: Sequence[Path]) ->
             raise refusal(error) from error
 
 
-def _replaced(config_name: str, arguments: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Returns the overrides that remove what the files name and the command line replaces, and logs them."""
-    found = []
+def _with_replaced(
+    config_name: str, arguments: Sequence[str], written: list[str], folders: Sequence[Path]
+) -> list[str]:
+    """Returns `written` with overrides that remove what the files name and the command line replaces, and logs them."""
     for section in SECTIONS:
         if not any(argument.startswith(section) for argument in arguments):
             continue
@@ -142,8 +143,10 @@ def _replaced(config_name: str, arguments: Sequence[str], folders: Sequence[Path
         if gone:
             names = ", ".join(each.removeprefix(f"~{section}.") for each in gone)
             logger.info("%s of the command line replaces %s; +%s.NAME would add to it", section, names, section)
-        found += gone
-    return found
+        # Beside the first of the section, because Hydra takes overrides in one row only, between its options.
+        place = next(index for index, word in enumerate(written) if word.lstrip("+~").startswith(section))
+        written = [*written[:place], *gone, *written[place:]]
+    return written
 
 
 def refusal(error: Exception) -> ConfigError:

@@ -31,6 +31,7 @@ from rlframe.config.sweep import Job
 from rlframe.loops.stop import Stop
 from rlframe.run.settings import help
 from rlframe.run.settings.completion import Completion, words_of
+from rlframe.utils import garbage
 from rlframe.utils.errors import ConfigError, RlframeError, UsageError
 from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
@@ -163,6 +164,7 @@ def asks_for_completion(arguments: Sequence[str]) -> bool:
 def launch(composed: DictConfig) -> Job:
     """Runs one composed configuration. With `-m` Hydra calls it once per combination. The sweep continues after a
     combination that ends early; its table reports it, and the exit code of the program is the greatest."""
+    garbage.hold()
     from rlframe.run.folder import claim  # noqa: PLC0415 - help must not wait for torch
 
     job = Job.begin()
@@ -175,7 +177,7 @@ def launch(composed: DictConfig) -> Job:
             stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
             from rlframe.run.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
 
-            job.end(run_loop(run, stop))
+            job.end(run_loop(run, stop, began=job.started))
     except KeyboardInterrupt:
         # A sweep ends with the stopped job.
         sys.stderr.write(f"{stop.sentence or 'stopped by Ctrl-C'}\n")

@@ -29,7 +29,7 @@ from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout
-from rlframe.utils import outside
+from rlframe.utils import garbage, outside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -167,6 +167,7 @@ class RunnerWorker(Worker, RunnerCalls):
 
         self._runner = self._in_loop(make())
         logging.getLogger().addHandler(Messenger(self._runner, self._loop))
+        garbage.release()
 
     def _others(self, setup: RunnerSetup, words: "PreTrainedTokenizerBase") -> dict[str, Any]:
         """Returns what begins dialogues, or runs agents. Starts the processes of sessions, if the environment has

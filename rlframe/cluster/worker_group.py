@@ -1,5 +1,6 @@
 """WorkerGroup: the Ray actors of one role. Waits for calls, and turns a death or a hang into a message."""
 
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlframe.cluster.info import WorkerInfo
+from rlframe.cluster.nodes import died, gone
 from rlframe.cluster.placement import Allocation, DriverNode
 from rlframe.cluster.watch.activities import Activity, waiting
 from rlframe.cluster.watch.flight import RING
@@ -52,7 +54,8 @@ class WorkerGroup(Generic[W_co]):
         call_timeout_s: float,
         threads_of: Mapping[str, int] | None = None,
     ):
-        """Starts the actors and waits until all are there. Their real work starts with the group's first call.
+        """Starts the actors. Their real work starts with the group's first call, and the first wait for any call waits
+        for all of them to be there, so that groups made in a row start at the same time.
 
         Args:
             num_threads: CPU threads of each actor.
@@ -67,9 +70,26 @@ class WorkerGroup(Generic[W_co]):
         self._num_threads = num_threads
         options: dict[str, Any] = {"concurrency_groups": dict(threads_of)} if threads_of else {}
         self._remote_class: Any = ray.remote(**options)(actor_class) if options else ray.remote(actor_class)
-        self.infos: list[WorkerInfo] = []
+        self._infos: list[WorkerInfo] = []
+        """Where the actors are that have arrived: all or, while they start, none."""
         self.actors: list[Any] = [self._actor(rank) for rank in range(len(self.slots))]
-        self.infos = self.wait([actor.info.remote() for actor in self.actors], doing="start", timeout_s=start_timeout_s)
+        self._arriving: list[Any] = [actor.info.remote() for actor in self.actors]
+
+    @property
+    def infos(self) -> list[WorkerInfo]:
+        """Where each actor is. Waits for those that start."""
+        self._arrive("start")
+        return self._infos
+
+    def _arrive(self, doing: str) -> None:
+        """Waits until every actor is there.
+
+        Raises:
+            WorkerDied: one died, or did not start within the limit.
+        """
+        arriving, self._arriving = self._arriving, []
+        if arriving:
+            self._infos = self.wait(arriving, doing=doing, timeout_s=self.start_timeout_s)
 
     def _actor(self, rank: int) -> Any:
         """Returns a new actor on the devices of `rank`."""
@@ -89,6 +109,8 @@ class WorkerGroup(Generic[W_co]):
             log_folder=self.log_folder,
             num_threads=self._num_threads,
             outside=dict(SOURCES),
+            # Ray starts workers of another node where `ray start` was called there, unless it has copied a folder.
+            folder=None if "working_dir" in ray.get_runtime_context().runtime_env else os.getcwd(),
         )
 
     def ask(self, rank: int, method: Callable[[W_co, *Ts], T], *arguments: *Ts) -> "ray.ObjectRef[T]":
@@ -106,10 +128,12 @@ class WorkerGroup(Generic[W_co]):
 
         Raises:
             WorkerDied: the new actor died, or did not start within the limit.
+            NodeDied: its node is gone.
         """
+        self._check_nodes([rank])
         ray.kill(self.actors[rank])
         self.actors[rank] = self._actor(rank)
-        (self.infos[rank],) = self.wait(
+        (self._infos[rank],) = self.wait(
             [self.actors[rank].info.remote()], doing="restart", timeout_s=self.start_timeout_s, ranks=[rank]
         )
 
@@ -118,14 +142,23 @@ class WorkerGroup(Generic[W_co]):
 
         Raises:
             WorkerDied: a new actor died, or did not start within the limit.
+            NodeDied: the node of one is gone.
         """
+        self._check_nodes(range(len(self.slots)))
         self.stop()
         # Until the new actors have reported their locations, messages must not name the old ones.
-        self.infos = []
+        self._infos = []
         self.actors = [self._actor(rank) for rank in range(len(self.slots))]
-        self.infos = self.wait(
-            [actor.info.remote() for actor in self.actors], doing="restart", timeout_s=self.start_timeout_s
-        )
+        self._arriving = [actor.info.remote() for actor in self.actors]
+        self._arrive("restart")
+
+    def _check_nodes(self, ranks: Iterable[int]) -> None:
+        """Raises NodeDied if the node of one of the ranks is gone. Ray would wait for it."""
+        ids = {bundle.node for rank in ranks for bundle in getattr(self.slots[rank], "bundles", ())}
+        if lost := gone(ids):
+            there = {node.id for node in lost}
+            names = [str(info) for info in self.infos if info.node_id in there]
+            raise died(lost, said=", ".join(names) or f"{self.role} cannot restart there")
 
     def deaths(self) -> list[WorkerDied]:
         """Returns an error for each actor whose process has ended, in rank order. Waits at most DEATH_NOTICE_S for busy
@@ -164,6 +197,7 @@ class WorkerGroup(Generic[W_co]):
             WorkerDied: an actor died, raised, or did not answer in time. Names role, rank and node.
             RlframeError: an actor raised one on purpose; it is raised unchanged.
         """
+        self._arrive("start")
         rank_of = dict(zip(calls, range(len(calls)) if ranks is None else ranks, strict=True))
         pending = list(calls)
         results: dict[Any, Any] = {}
@@ -222,8 +256,8 @@ class WorkerGroup(Generic[W_co]):
     def note_pending(self, activity: Activity, ranks: Iterable[int]) -> None:
         """Records for the watchdog which ranks have not answered."""
         ranks = list(ranks)
-        activity.waits_for = [self.infos[rank] for rank in ranks if rank < len(self.infos)]
-        activity.not_started = [f"{self.role} rank {rank}" for rank in ranks if rank >= len(self.infos)]
+        activity.waits_for = [self._infos[rank] for rank in ranks if rank < len(self._infos)]
+        activity.not_started = [f"{self.role} rank {rank}" for rank in ranks if rank >= len(self._infos)]
 
     def failure(self, error: Exception, rank: int, doing: str) -> RlframeError:
         """Returns the error for people that stands for `error`, which `ray.get` raised for a call of `rank`."""
@@ -240,13 +274,13 @@ class WorkerGroup(Generic[W_co]):
         return WorkerDied(f"{activity.name} took longer than {limit}; {account(activity)}")
 
     def _name(self, rank: int) -> str:
-        return str(self.infos[rank]) if rank < len(self.infos) else f"{self.role} rank {rank} (not started)"
+        return str(self._infos[rank]) if rank < len(self._infos) else f"{self.role} rank {rank} (not started)"
 
     def _log_tail(self, rank: int) -> str:
         """Returns the last lines of a worker's log, read on its node."""
-        if rank >= len(self.infos):
+        if rank >= len(self._infos):
             return log_tail(str(pathlib.Path(self.log_folder) / f"{self.role}-{rank}.log"))
-        info = self.infos[rank]
+        info = self._infos[rank]
         (sight,) = look_at([info], closely=False)
         return sight.log or f"(its node {info.host} does not answer; its log there is {info.log})"
 

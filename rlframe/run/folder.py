@@ -56,8 +56,8 @@ COURSES = ("train.optimizer", "critic.train.optimizer")
 
 
 def claim(run: RunConfig) -> FolderLock:
-    """Creates the run's folder if needed and returns its lock. Writes the resolved configuration to `config.yaml` and
-    the run's identity to `run.json`. The folder belongs to this process until the lock is closed.
+    """Creates the folder of the run in its mode, if needed, and returns its lock. Writes the resolved configuration to
+    `config.yaml` and the run's identity to `run.json`. The folder belongs to this process until the lock is closed.
 
     A folder with the same configuration is a run to resume. Settings of FREE_ON_RESUME may differ, such as `steps`,
     `cluster.*` and `train.parallel`. Where the learning rate follows the run's length, another `steps` needs a
@@ -67,13 +67,13 @@ def claim(run: RunConfig) -> FolderLock:
         ConfigError: the folder cannot be written to, is in use by another process, or belongs to a run with another
             configuration; the message names each key with both values.
     """
-    folder = Path(run.output)
+    folder = run.folder
     try:
         with writing(folder):
             if folder.exists() and not folder.is_dir():
                 raise ConfigError([Fault("output", "must be a folder", got=f"the file {folder}")])
             folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder.absolute())
+        lock = FolderLock(folder)
         try:
             _settle(folder, without_secrets(as_dict(run)))
         except BaseException:

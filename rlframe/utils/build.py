@@ -232,14 +232,14 @@ def _default(kind: Any, name: str) -> Any:
 
 def _option(union: Any, value: Any) -> Any:
     """Returns the member of `X | None`, `str | SomeDataclass` or `str | list[X] | dict[str, X]` that fits a value: for
-    a mapping the dataclass or the dict, for a list the list, otherwise the first."""
+    a mapping the dataclass or the dict, for a list the list, for a text or a number its type, otherwise the first."""
     options = [option for option in get_args(union) if option is not types.NoneType]
     if isinstance(value, Mapping):
         fitting = [option for option in options if is_dataclass(option) or get_origin(option) is dict]
     elif isinstance(value, list | tuple):
         fitting = [option for option in options if get_origin(option) is list]
     else:
-        fitting = []
+        fitting = [option for option in options if option is type(value)]
     return (fitting or options)[0]
 
 

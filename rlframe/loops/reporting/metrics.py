@@ -106,7 +106,7 @@ class MetricsLog:
     def has_evaluation(self, step: int) -> bool:
         """Returns whether the numbers of an evaluation of step `step` are written."""
         records = map(json.loads, self._metrics.read_bytes().splitlines()) if self._metrics.exists() else ()
-        return any(record["step"] == step and "evaluation/reward_mean" in record for record in records)
+        return any(record["step"] == step and any(map(is_evaluated, record)) for record in records)
 
     def measured(self, step: int) -> tuple[dict[str, float], set[str]]:
         """Returns the metrics of a step, and the names of all metrics that the run has logged."""
@@ -207,3 +207,8 @@ def part_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
 def mean_of(values: Sequence[float]) -> float:
     """Returns the mean. NaN of an empty sequence."""
     return sum(values) / len(values) if values else math.nan
+
+
+def is_evaluated(name: str) -> bool:
+    """Returns whether every evaluation of a set of prompts writes this metric, and nothing else does."""
+    return name.startswith("evaluation/") and name.endswith("/reward_mean")

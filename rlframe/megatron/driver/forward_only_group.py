@@ -15,6 +15,7 @@ from rlframe.megatron.messages.setup import RankSetup
 from rlframe.megatron.worker.worker import MegatronRank, prepare
 from rlframe.ops.sequences import last_outputs
 from rlframe.types.batch import Sequences
+from rlframe.utils import garbage
 
 if TYPE_CHECKING:
     from rlframe.megatron.worker.forward_only import ForwardOnly
@@ -31,6 +32,7 @@ class ForwardOnlyWorker(MegatronRank, ForwardOnlyRank):
         from rlframe.megatron.worker.forward_only import ForwardOnly  # noqa: PLC0415
 
         self.frozen = ForwardOnly(setup)
+        garbage.release()
         return self.frozen.coordinates
 
     def prove(self) -> None:

@@ -22,6 +22,7 @@ from rlframe.megatron.messages.ranks import TrainerRank
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.megatron.worker import environment
 from rlframe.types.results import Metric
+from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
 from rlframe.utils.rendezvous import listen
 from rlframe.weight_sync.border import SourceRank
@@ -68,6 +69,7 @@ class MegatronWorker(MegatronRank, TrainerRank):
         from rlframe.megatron.worker.trainer import Trainer  # noqa: PLC0415
 
         self.trainer = Trainer(setup)
+        garbage.release()
         return self.trainer.coordinates
 
     def logprobs(self, share: Share, reference: bool, temperature: float | None) -> list[Tensor]:

@@ -68,6 +68,8 @@ class RolloutGroup(DestinationGroup):
         """Indices of the engines whose weights a sleep has dropped."""
         self._freed_bytes: int | None = None
         self._processes: list[list[tuple[int, float]]] = [[] for _ in slots]
+        self._starting: list[ray.ObjectRef[list[tuple[int, float]]]] = []
+        """The calls under way that start the engines for the first time."""
         self.workers: WorkerGroup[EngineWorker] = WorkerGroup(
             RolloutWorker,
             role=self.role,
@@ -79,13 +81,19 @@ class RolloutGroup(DestinationGroup):
             threads_of={GENERATE: self.max_calls, SIGNALS: 1},
         )
 
-    def start(self) -> None:
-        """Builds the engines and loads their weights. Separate from the constructor, so that the policy can start at
-        the same time."""
-        self._start(range(len(self.workers.actors)))
+    def begin(self) -> None:
+        """Has the engines build themselves and load their weights, which `start` waits for. Others can start at the
+        same time. Does nothing if they have begun."""
+        self._starting = self._starting or self.workers.ask_all(EngineWorker.start, self.setup)
 
-    def _start(self, engines: Sequence[int]) -> None:
-        calls = self.workers.ask_all(EngineWorker.start, self.setup, ranks=engines)
+    def start(self) -> None:
+        """Waits until the engines are built and have their weights."""
+        self.begin()
+        calls, self._starting = self._starting, []
+        self._started(calls, range(len(calls)))
+
+    def _started(self, calls: "Sequence[ray.ObjectRef[list[tuple[int, float]]]]", engines: Sequence[int]) -> None:
+        """Waits for the `calls` that start `engines`."""
         started = self.workers.wait(
             calls, doing="start of the engines", timeout_s=self.start_timeout_s, ranks=list(engines)
         )
@@ -160,7 +168,8 @@ class RolloutGroup(DestinationGroup):
             try:
                 self._end_dead_engine(engine)
                 self.workers.replace(engine)
-                self._start([engine])
+                calls = self.workers.ask_all(EngineWorker.start, self.setup, ranks=[engine])
+                self._started(calls, [engine])
                 return
             except WorkerDied as next_death:
                 death = next_death

@@ -13,11 +13,13 @@ import psutil
 import ray
 
 from rlframe.cluster.config import Device
+from rlframe.cluster.cuda import check_cuda
 from rlframe.cluster.worker import Worker
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
 from rlframe.utils.registry import find
 
@@ -131,7 +133,9 @@ class RolloutWorker(Worker, EngineWorker):
         from rlframe.models.hub import resolve
 
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
-        cuda = setup.device is Device.CUDA or (setup.device is Device.AUTO and torch.cuda.is_available())
+        cuda = setup.device is Device.CUDA
+        if cuda:
+            check_cuda()
         self._lock = threading.Lock()
         self._num_running = 0
         self._num_ranks = setup.rollout.devices_per_engine
@@ -144,6 +148,7 @@ class RolloutWorker(Worker, EngineWorker):
             random_seed=setup.seed if setup.model.random_init else None,
             with_routes=setup.with_routes,
         )
+        garbage.release()
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
 
     @ray.method(concurrency_group=GENERATE)

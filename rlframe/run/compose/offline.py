@@ -14,16 +14,22 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
     """Returns the offline loop with every part started."""
     config, required = parts.config, parts.requirements
     assert required.data is not None
+    placement = parts.devices()
+    # Processes first, which start while the data is made ready.
+    policy = models.policy(parts, placement, algorithm)
+    engines = models.teacher_engines(parts, placement)
+    teacher = models.teacher(parts, placement, algorithm, policy, engines)
     examples = find_source(required.data)(
         config.data,
         tokenizer=parts.tokenizer,
         seed=config.seed,
         max_tokens=config.train.sequence_tokens,
     )
-    placement = parts.devices()
-    policy = models.policy(parts, placement, algorithm)
-    teacher = models.teacher(parts, placement, algorithm, policy, models.teacher_engines(parts, placement))
-    policy.start()
+    parts.start_up.done("data")
+    if engines:
+        engines.start()
+    parts.start_groups()
+    parts.start_up.done("processes")
     metrics = parts.metrics()
     model = PrecomputedReference(policy, parts.folder / "reference") if required.precomputed_reference else policy
     return OfflineLoop(
@@ -37,5 +43,5 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
         phase=Phases(sharing=[], announce=metrics.announce),
         metrics=metrics,
         checkpoints=parts.checkpoints,
-        export=Exporter(config.checkpoint, parts.folder, policy),
+        export=Exporter(config.checkpoint, parts.folder, policy, chat_template=parts.chat_template()),
     )

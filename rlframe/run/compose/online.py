@@ -1,6 +1,5 @@
 """Composes the online loop: a policy, its engines, and its rewards, critic and teacher."""
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from rlframe.algorithms.base import OnlineAlgorithm
@@ -10,6 +9,7 @@ from rlframe.attempts.ledger import Ledger
 from rlframe.attempts.mending import Mender
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.evaluate import EvaluationBeside, come_back
+from rlframe.loops.evaluation_sets import EvaluationSet
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
@@ -20,9 +20,9 @@ from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded
 from rlframe.run.compose.sampling import given_responses, sampler
+from rlframe.run.compose.sets import evaluation_sets
 from rlframe.run.compose.trained import Trained, trained
 from rlframe.run.config import RunConfig
-from rlframe.types.rollout import SamplingParams
 from rlframe.weight_sync.border import SourceGroup
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.config import HoldIn
@@ -31,17 +31,27 @@ from rlframe.weight_sync.config import HoldIn
 def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     """Returns the online loop, every part of it started and calibrated."""
     config = parts.config
-    prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
-    examples = given_responses(parts, prompts)
     placement = parts.devices()
-    # Before the models start, so that all processes start at the same time.
+    # Processes first, which start at the same time and while the data is made ready.
     rollout = models.rollout(parts, placement)
     apart = models.evaluation_engines(parts, placement)
-    attempts = models.attempts(parts, rollout)
     models_trained = trained(parts, placement, algorithm)
     policy = models_trained.policy
-    start([rollout, apart] if apart else [rollout])
+    attempts = models.attempts(parts, rollout)
+    prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
+    sets = evaluation_sets(parts, prompts)
+    examples = given_responses(parts, prompts)
+    parts.start_up.done("data")
+    engines = [rollout, apart] if apart else [rollout]
+    if not shared_gpu(parts):
+        begin(engines)
+    models_trained.start(parts)
+    begin(engines)
+    for group in engines:
+        group.start()
+    parts.start_up.done("processes")
     weight_sync = synced(parts, policy, rollout)
+    parts.start_up.done("weight sync")
     rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
     rollout.audit = weight_sync.audit_if_due
     metrics = parts.metrics()
@@ -79,8 +89,8 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         metrics=metrics,
         checkpoints=parts.checkpoints,
         export=models_trained.exporter(parts),
-        evaluation_sampling=greedy(config),
-        evaluation=evaluation(parts, policy, attempts, apart, prompts) if ahead(config) else None,
+        evaluation_sets=sets,
+        evaluation=evaluation(parts, policy, attempts, apart, sets) if ahead(config) else None,
         teacher=models_trained.teacher,
         probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
@@ -91,11 +101,16 @@ def ahead(config: RunConfig) -> bool:
     return config.loop.max_policy_lag > 0 and not config.cluster.colocate
 
 
-def start(groups: list[RolloutGroup]) -> None:
-    """Builds the engines of all groups at the same time."""
-    with ThreadPoolExecutor(max_workers=len(groups)) as pool:
-        for started in [pool.submit(group.start) for group in groups]:
-            started.result()
+def begin(groups: list[RolloutGroup]) -> None:
+    """Has the engines of all groups build themselves at the same time, which `start` waits for."""
+    for group in groups:
+        group.begin()
+
+
+def shared_gpu(parts: Parts) -> bool:
+    """Returns whether policy and engines take turns on GPUs. An engine measures the free memory of its GPU when it
+    starts, so that the policy must have its own by then."""
+    return parts.device.type == "cuda" and parts.config.cluster.colocate
 
 
 def synced(parts: Parts, source: SourceGroup, engines: RolloutGroup) -> WeightSync:
@@ -116,13 +131,8 @@ def mending(parts: Parts, attempts: Attempts) -> Mender | None:
     return mender
 
 
-def greedy(config: RunConfig) -> SamplingParams:
-    """Returns the sampling parameters of evaluations."""
-    return config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens)
-
-
 def evaluation(
-    parts: Parts, policy: PolicyGroup, attempts: Attempts, apart: EvaluationEngines | None, prompts: PromptSource
+    parts: Parts, policy: PolicyGroup, attempts: Attempts, apart: EvaluationEngines | None, sets: list[EvaluationSet]
 ) -> EvaluationBeside:
     """Returns evaluations during which training goes on.
 
@@ -130,20 +140,18 @@ def evaluation(
         attempts: those of training, whose engines are shared without other ones.
         apart: engines that only evaluate.
     """
-    held_out, sampling = prompts.evaluation_prompts(), greedy(parts.config)
     if apart is None:
-        return EvaluationBeside(attempts=attempts, prompts=held_out, sampling=sampling)
+        return EvaluationBeside(attempts=attempts, sets=sets)
     weight_sync = synced(parts, policy.channel(apart.role), apart)
     apart.rejoin = partial(come_back, weight_sync)
     own = models.attempts(parts, apart, role="evaluation_runner")
-    return EvaluationBeside(attempts=own, prompts=held_out, sampling=sampling, weight_sync=weight_sync)
+    return EvaluationBeside(attempts=own, sets=sets, weight_sync=weight_sync)
 
 
 def sharing(parts: Parts, models_trained: Trained, rollout: RolloutGroup) -> list[Sleeper]:
     """Returns the roles that take turns on shared devices."""
     # The engines sleep during training on a shared GPU; other models stay in memory, unless they are told to sleep too.
-    shared = parts.device.type == "cuda" and parts.config.cluster.colocate
-    return [*([rollout] if shared else []), *models_trained.sleepers(parts)]
+    return [*([rollout] if shared_gpu(parts) else []), *models_trained.sleepers(parts)]
 
 
 def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: RolloutGroup) -> Probe:

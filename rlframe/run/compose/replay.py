@@ -27,6 +27,8 @@ def replay(parts: Parts, algorithm: OnlineAlgorithm) -> ReplayLoop:
     output = Path(parts.config.rollout.replay).expanduser()
     recording = read_recording(output)
     models = trained(parts, parts.devices(), algorithm)
+    models.start(parts)
+    parts.start_up.done("processes")
     metrics = parts.metrics()
     phase = Phases(sharing=models.sleepers(parts), announce=metrics.announce)
     return ReplayLoop(

@@ -17,7 +17,7 @@ from rlframe.types.batch import Batch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """Models in their processes, started."""
+    """Models and their processes."""
 
     policy: PolicyGroup
     critic: CriticGroup | None
@@ -26,10 +26,22 @@ class Trained:
     engines: TeacherEngines | None
     """The teacher's engines."""
 
+    def start(self, parts: Parts) -> None:
+        """Builds the models and loads their weights."""
+        if self.engines:
+            self.engines.start()
+        parts.start_groups()
+
     def exporter(self, parts: Parts) -> Exporter:
         """Returns what exports the trained models."""
         auxiliary = {CRITIC: self.critic} if self.critic else {}
-        return Exporter(parts.config.checkpoint, parts.folder, self.policy, auxiliary=auxiliary)
+        return Exporter(
+            parts.config.checkpoint,
+            parts.folder,
+            self.policy,
+            auxiliary=auxiliary,
+            chat_template=parts.chat_template(),
+        )
 
     def sleepers(self, parts: Parts) -> list[Sleeper]:
         """Returns the models that leave their device's memory between their phases, as their settings say."""
@@ -40,12 +52,9 @@ class Trained:
 
 
 def trained(parts: Parts, placement: Placement, algorithm: OnlineAlgorithm) -> Trained:
-    """Returns the models that an algorithm trains on rollouts, and its teacher, all started."""
+    """Returns the models that an algorithm trains on rollouts, and its teacher, not started."""
     policy = models.policy(parts, placement, algorithm)
     critic = models.critic(parts, placement, algorithm.critic) if algorithm.critic else None
     engines = models.teacher_engines(parts, placement)
     teacher = models.teacher(parts, placement, algorithm, policy, engines)
-    policy.start()
-    if critic:
-        critic.start()
     return Trained(policy=policy, critic=critic, teacher=teacher, engines=engines)

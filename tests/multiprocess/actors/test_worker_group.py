@@ -75,11 +75,13 @@ def placement(cluster: ExitStack) -> Placement:
 
 
 def start(placement: Placement, folder: pathlib.Path, actor_class: type[Worker] = Subject) -> WorkerGroup:
-    """A group of two."""
-    return WorkerGroup(
+    """A group of two that are there."""
+    group = WorkerGroup(
         actor_class, role="policy", slots=placement.policy, log_folder=str(folder), num_threads=1,
         start_timeout_s=60, call_timeout_s=30,
     )  # fmt: skip
+    assert len(group.infos) == 2
+    return group
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,6 @@ from rlframe.types.rollout import (
     GenerationRequest,
     Group,
     Rollout,
-    SamplingParams,
     members,
 )
 from rlframe.weight_sync.channel import SyncReport
@@ -177,7 +176,7 @@ def trained(
         algorithm=algorithm, policy=policy, critic=None, weight_sync=world, metrics=metrics,
         prompts=world, rollout=world, leases=leases, attempts=world.attempts, scorer=None, sampler=Noted(world),
         phase=phase,
-        evaluation_sampling=SamplingParams(), checkpoints=checkpoints, export=lambda folder: None,
+        checkpoints=checkpoints, export=lambda folder: None,
     )  # fmt: skip
     for step in range(1, STEPS + 1):
         loop.step(step)

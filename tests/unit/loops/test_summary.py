@@ -4,6 +4,7 @@ import pathlib
 import re
 from typing import Any
 
+from rlframe.loops.reporting.start_up import StartUp
 from rlframe.loops.reporting.summary import closing_paragraph, in_vain, outcome
 
 
@@ -36,6 +37,19 @@ def test_an_offline_run_tells_what_held_out_items_say() -> None:
     )
 
 
+def test_a_run_of_no_steps_tells_what_it_has_measured() -> None:
+    online = {"before/match_mean": 0.125, "before/math/reward_mean": 0.5, "before/math/pass_at_2": 0.75}
+    assert outcome(online | {"held_out_prompts": 64.0}) == (
+        "Greedy answers to 64 held-out prompts: match 0.125. math: reward 0.500."
+    )
+    assert outcome({"before/loss": 0.5, "held_out_items": 30.0}) == "On 30 held-out items: loss 0.500."
+
+
+def test_sets_of_prompts_are_told_apart() -> None:
+    results = {"before/math/reward_mean": 0.5, "after/math/reward_mean": 0.75, "held_out_prompts": 0.0}
+    assert outcome(results) == "math: reward 0.500 before and 0.750 after."
+
+
 def test_steps_in_vain_are_told() -> None:
     assert in_vain({"train/steps_without_advantage": 0.0}) == ""
     counts = {"train/steps_without_advantage": 3.0, "train/steps_without_tokens": 1.0}
@@ -44,6 +58,13 @@ def test_steps_in_vain_are_told() -> None:
 
 def test_a_run_without_held_out_prompts_says_so() -> None:
     assert outcome({}) == "There were no held-out prompts."
+
+
+def start_up() -> StartUp:
+    parts = StartUp(10.0)
+    parts.done("imports and checks", at=11.54)
+    parts.done("Ray", at=14.04)
+    return parts
 
 
 def test_the_paragraph_names_the_times_and_the_files_that_are_there(tmp_path: pathlib.Path) -> None:
@@ -56,19 +77,20 @@ def test_the_paragraph_names_the_times_and_the_files_that_are_there(tmp_path: pa
         **run,
         results={"first_loss": 2.0, "last_loss": 1.0},
         phase_totals={"reward": 1.0, "train": 12.345, "rollout": 3.0},
-        ready_s=4.04,
+        start_up=start_up(),
         total_s=22.0,
     )
     memory = re.search(r" All processes together hold (\d+\.\d) GB\.", text)
     assert memory and float(memory[1]) > 0.1, "torch alone is more"
     assert text.replace(memory[0], "") == (
-        "tiny: 7 steps done. The loss went from 2.0000 to 1.0000. Start-up took 4.0 s, the whole run 22.0 s; by phase: "
+        "tiny: 7 steps done. The loss went from 2.0000 to 1.0000. Start-up took 4.0 s (imports and checks 1.5 s, Ray "
+        "2.5 s), the whole run 22.0 s; by phase: "
         f"train 12.3 s, rollout 3.0 s, reward 1.0 s. In {tmp_path}: metrics.jsonl, checkpoints/, logs/, config.yaml."
     )
     (tmp_path / "model").mkdir()
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "samples.jsonl").touch()
-    assert closing_paragraph(**run, results={}, phase_totals={}, ready_s=0, total_s=0).endswith(
+    assert closing_paragraph(**run, results={}, phase_totals={}, start_up=start_up(), total_s=0).endswith(
         f"In {tmp_path}: model/ (Hugging Face format), metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, "
         "logs/, config.yaml."
     )

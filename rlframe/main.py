@@ -28,6 +28,7 @@ from rlframe.config.load import (
     to_values,
 )
 from rlframe.config.sweep import Job
+from rlframe.loops.reporting.starting import telling_what_is_awaited
 from rlframe.loops.stop import Stop
 from rlframe.run.settings import help
 from rlframe.run.settings.completion import Completion, words_of
@@ -171,13 +172,14 @@ def launch(composed: DictConfig) -> Job:
     stop = Stop()
     stop.listen()
     try:
-        run = prepare(composed)
-        with closing(claim(run)) as lock:
-            job.output = run.output
-            stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
-            from rlframe.run.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
+        with telling_what_is_awaited() as begin:
+            run = prepare(composed)
+            with closing(claim(run)) as lock:
+                job.output = run.output
+                stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
+                from rlframe.run.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
 
-            job.end(run_loop(run, stop, began=job.started))
+                job.end(run_loop(run, stop, began=job.started, begin=begin))
     except KeyboardInterrupt:
         # A sweep ends with the stopped job.
         sys.stderr.write(f"{stop.sentence or 'stopped by Ctrl-C'}\n")

@@ -28,7 +28,7 @@ def say(line: str) -> None:
 
 
 class Starting:
-    """Says what a start waits for."""
+    """Reports what a start waits for."""
 
     def __init__(self, say: Callable[[str], None] = say, *, now: float | None = None):
         """
@@ -40,7 +40,7 @@ class Starting:
         self._stage, self._since = "", self._began
 
     def look(self, now: float) -> None:
-        """Says the stage if it has lasted EVERY_S, or EVERY_S since that was said last."""
+        """Reports the stage if it has lasted EVERY_S, or EVERY_S since that was said last."""
         stage, words = stage_of(ACTIVITIES.current())
         if stage != self._stage:
             self._stage, self._since = stage, now
@@ -51,7 +51,7 @@ class Starting:
 
 @contextmanager
 def telling_what_is_awaited() -> Iterator[Callable[[], None]]:
-    """Says what the start waits for until the yielded function is called, or the block ends."""
+    """Reports what the start waits for until the yielded function is called, or the block ends."""
     over = threading.Event()
     starting = Starting()
 

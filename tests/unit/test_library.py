@@ -26,6 +26,7 @@ def test_importing_it_imports_nothing_else() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.thorough
 def test_a_wrong_configuration_is_refused_before_the_folder_is_claimed(tmp_path: Path) -> None:
     config = rlframe.load("grpo_qwen3_moe", [f"output={tmp_path / 'run'}"])
     config.prompts_per_step = 3

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlframe.algorithms.sft import SftConfig
+from rlframe.config.entries import deletions
+from rlframe.config.load import command_line
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
@@ -126,35 +128,42 @@ def test_a_setting_that_was_renamed_is_refused_with_its_new_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "parts"),
+    ("overrides", "gone"),
     [
-        (["reward.parts.mine.name=length"], ["mine"]),
-        (["reward.parts.mine={name: length, weight: 2}"], ["mine"]),
-        (["reward.parts={mine: {name: length}}"], ["mine"]),
-        (["+reward.parts.mine.name=length"], ["math", "format", "mine"]),
-        (["++reward.parts.mine.name=length"], ["math", "format", "mine"]),
-        (["reward.parts.mine.name=length", "+reward.parts.other.name=length"], ["mine", "other"]),
-        (["reward.parts.mine.name=length", "reward.parts.math.weight=0.5"], ["math", "mine"]),
-        (["reward.parts.math.name=length"], ["math"]),
-        (["reward.parts.math.weight=0.5"], ["math", "format"]),
-        (["reward.parts.format=null"], ["math"]),
-        (["~reward.parts.format", "reward.parts.mine.name=length"], ["mine"]),
-        (["reward=exact_match", "reward.parts.mine.name=length"], ["exact_match", "mine"]),
+        (["reward.parts.mine.name=length"], ["math", "format"]),
+        (["reward.parts.mine={name: length, weight: 2}"], ["math", "format"]),
+        (["reward.parts={mine: {name: length}}"], ["math", "format"]),
+        (["+reward.parts.mine.name=length"], []),
+        (["++reward.parts.mine.name=length"], []),
+        (["reward.parts.mine.name=length", "+reward.parts.other.name=length"], ["math", "format"]),
+        (["reward.parts.mine.name=length", "reward.parts.math.weight=0.5"], ["format"]),
+        (["reward.parts.math.name=length"], ["format"]),
+        (["reward.parts.math.weight=0.5"], []),
+        (["reward.parts.format=null"], []),
+        (["~reward.parts.format", "reward.parts.mine.name=length"], ["math"]),
+        (["reward=exact_match", "reward.parts.mine.name=length"], []),
+        (["reward.workers=3", "steps=1"], []),
     ],
 )
-def test_rewards_of_the_command_line_replace_those_of_the_files(
-    overrides: list[str], parts: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [grpo_qwen3_moe, override reward: math_format, _self_]\n")
-    assert list(load("mine", overrides, config_dir=str(tmp_path)).reward.parts) == parts
+def test_rewards_of_the_command_line_replace_those_of_the_files(overrides: list[str], gone: list[str]) -> None:
+    there = {"math": {"name": "math_verify"}, "format": {"name": "format"}}
+    assert deletions("reward.parts", overrides, there) == [f"~reward.parts.{name}" for name in gone]
+
+
+def test_what_is_replaced_is_removed_beside_what_replaces_it() -> None:
+    arguments = ["--cfg", "job", "seed=1", "reward.parts.mine.name=length"]
+    assert command_line(arguments, default_name="grpo_qwen3_moe") == [
+        "--cfg", "job", "++seed=1", "~reward.parts.exact_match", "++reward.parts.mine.name=length",
+    ]  # fmt: skip
+    assert list(load("grpo_qwen3_moe", arguments[2:]).reward.parts) == ["mine"]
 
 
 def test_a_line_of_the_log_says_which_rewards_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        load("grpo_qwen3_moe", ["+reward.parts.mine.name=length"])
+        command_line(["+reward.parts.mine.name=length"], default_name="grpo_qwen3_moe")
     assert caplog.text == ""
     with caplog.at_level("INFO"):
-        load("grpo_qwen3_moe", ["reward.parts.mine.name=length"])
+        command_line(["reward.parts.mine.name=length"], default_name="grpo_qwen3_moe")
     assert "reward.parts of the command line replaces exact_match; +reward.parts.NAME would add to it" in caplog.text
 
 

@@ -22,7 +22,7 @@ def deletions(section: str, arguments: Sequence[str], there: Mapping[str, Any]) 
         there: the entries of the files.
     """
     group = section.partition(".")[0]
-    if any(argument.startswith(f"{group}=") for argument in arguments):
+    if any(argument.startswith(f"{group}=") for argument in arguments) or {f"~{group}", f"~{section}"} & set(arguments):
         return []
     if not any(True for argument in arguments for _ in _named(section, argument)):
         return []

@@ -143,6 +143,8 @@ def test_a_setting_that_was_renamed_is_refused_with_its_new_name() -> None:
         (["~reward.parts.format", "reward.parts.mine.name=length"], ["math"]),
         (["reward=exact_match", "reward.parts.mine.name=length"], []),
         (["reward.workers=3", "steps=1"], []),
+        (["~reward", "reward.parts.mine.name=length"], []),
+        (["~reward.parts", "reward.parts.mine.name=length"], []),
     ],
 )
 def test_rewards_of_the_command_line_replace_those_of_the_files(overrides: list[str], gone: list[str]) -> None:

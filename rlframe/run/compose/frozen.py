@@ -34,4 +34,5 @@ def frozen(parts: Parts, *, rewarded: bool) -> Frozen:
     scorer = models.scorer(parts, placement, phase) if rewarded else None
     parts.start_up.done("processes")
     garbage.release()
+    parts.start_up.over()
     return Frozen(attempts=attempts, scorer=scorer)

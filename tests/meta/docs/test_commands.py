@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
+from rlframe.main import tool_of
 from rlframe.run.check import check
 from rlframe.run.load import load
+from rlframe.run.settings.tree import find
 from rlframe.utils.errors import ConfigError
 from tests import tiny_models
 from tests.meta.checkout import ROOT
@@ -29,7 +31,22 @@ CHECKED = [block for block in BLOCKS if not block.needs and block.comment != "re
 MAIN = ["python", "-m", "rlframe.main"]
 TOOL = "rlframe.tools."
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-PLAIN = {"git", "cd", ".", "tail", "head", "ray", "kill", "tensorboard", "docker", "kubectl", "sbatch", "sky", "export"}
+PLAIN = {
+    "git",
+    "cd",
+    ".",
+    "tail",
+    "head",
+    "ray",
+    "kill",
+    "tensorboard",
+    "docker",
+    "kubectl",
+    "sbatch",
+    "sky",
+    "export",
+    "eval",
+}
 """Programs whose command lines are not looked at."""
 
 
@@ -48,6 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_files(page: Path, folder: Path) -> None:
     """Writes the files that a page shows."""
     for name, text in files_of(page).items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(records(text, count=400) if name.endswith(".jsonl") else text, encoding="utf-8")
 
 
@@ -73,8 +91,12 @@ def main_arguments(line: list[str]) -> tuple[str, str | None, list[list[str]]]:
             place = line.pop(0)
         elif word in ("-m", "--multirun"):
             sweep = True
-        elif word in ("--cfg", "--help"):
+        elif word == "--help":
+            assert not line or find(line.pop(0))
+        elif word == "--cfg":
             line = line[1:]
+        elif word == "-sc":
+            assert line.pop(0).startswith("install=")
         else:
             assert not word.startswith("-"), word
             overrides.append(word)
@@ -121,6 +143,9 @@ def check_command(line: list[str], *, whole: bool, monkeypatch: pytest.MonkeyPat
     while re.match(r"[A-Z_]+=", line[0]):
         line = line[1:]
     program = line[0]
+    if program == "rlframe":
+        tool = tool_of(line[1:])
+        line = ["python", "-m", f"{TOOL}{tool}", *line[2:]] if tool else [*MAIN, *line[1:]]
     if line[:3] == MAIN:
         check_main(line[3:], whole=whole)
     elif line[:2] == ["python", "-m"] and line[2].startswith(TOOL):

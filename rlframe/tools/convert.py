@@ -25,6 +25,7 @@ from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_che
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import CheckpointError, ConfigError, RlframeError
 from rlframe.utils.files import whole_folder, writing
 
@@ -144,8 +145,8 @@ def _transformers_logprobs(folder: Path, token_ids: list[int], dtype: torch.dtyp
     return torch.log_softmax(reference(torch.tensor([token_ids])).logits[0], -1).numpy()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m rlframe.tools.convert",
         description="Weights between Hugging Face and Megatron distributed checkpoints, and from GGUF files.",
     )

@@ -1,4 +1,4 @@
-"""The files of a run's numbers: metrics.jsonl, samples.jsonl, TensorBoard, wandb, MLflow, and the progress bar."""
+"""The files of a run's numbers, metrics.jsonl and samples.jsonl, its trackers and the progress bar."""
 
 import json
 import logging
@@ -7,24 +7,17 @@ import pathlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 from tqdm import tqdm
 
 from rlframe.loops.config import LoggingConfig
-from rlframe.loops.reporting.uploads import Uploads
+from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
-from rlframe.utils.errors import ConfigError
-from rlframe.utils.faults import Fault
-from rlframe.utils.files import writing
 from rlframe.utils.jsonl import append, keep_steps
 from rlframe.utils.text import printable
 
 logger = logging.getLogger(__name__)
 RESTARTS = "cluster/restarts"
-EVALUATED = "evaluation/policy_version"
-"""Metric of an evaluation beside training: the step whose weights sampled it."""
 REFRESH_S = 0.5
 """Least seconds between two updates of the progress bar."""
 
@@ -39,23 +32,23 @@ class MetricsLog:
         *,
         name: str,
         steps: int,
-        resolved: Mapping[str, Any],
         done_steps: int | None,
+        trackers: Sequence[Tracker] = (),
     ):
         """
         Args:
             folder: of the run.
             name: of the run.
             steps: of the whole run.
-            resolved: the run's configuration as plain values, for the trackers.
             done_steps: steps a resumed run keeps, None for a new one; what was written after them is cut off, it will
                 be made again.
+            trackers: begun, and closed by who has begun them.
         """
         self.config = config
         self._metrics = folder / "metrics.jsonl"
         self._samples = folder / "samples.jsonl"
         self._known = self._keep(done_steps)
-        self._trackers = list(trackers(config, folder, name, resolved, done_steps or 0))
+        self._trackers = trackers
         self._bar = tqdm(
             total=steps, initial=done_steps or 0, desc=name, unit="step", disable=not config.progress,
             dynamic_ncols=True, mininterval=REFRESH_S,
@@ -113,14 +106,15 @@ class MetricsLog:
     def has_evaluation(self, step: int) -> bool:
         """Returns whether the numbers of an evaluation of step `step` are written."""
         records = map(json.loads, self._metrics.read_bytes().splitlines()) if self._metrics.exists() else ()
-        return any(record["step"] == step and "evaluation/reward_mean" in record for record in records)
+        return any(record["step"] == step and any(map(is_evaluated, record)) for record in records)
 
     def measured(self, step: int) -> tuple[dict[str, float], set[str]]:
         """Returns the metrics of a step, and the names of all metrics that the run has logged."""
         return {name: value for name, (at, value) in self._measured.items() if at == step}, self._known
 
-    def log_samples(self, step: int, rollouts: Iterable[Rollout]) -> None:
-        """Writes the first rollouts of a step in full."""
+    def log_samples(self, step: int, rollouts: Iterable[Rollout], *, evaluation: bool = False) -> None:
+        """Writes the first rollouts of a step in full. Those of an evaluation are always in the trackers' tables."""
+        records = []
         for rollout in list(rollouts)[: self.config.samples_per_step]:
             record = {
                 "step": step,
@@ -135,6 +129,11 @@ class MetricsLog:
                 "versions": [span.version for span in rollout.spans],
             }
             append(self._samples, record)
+            records.append(record)
+        every = self.config.sample_table_every_steps
+        if records and every and (evaluation or step % every == 0):
+            for tracker in self._trackers:
+                tracker.samples(step, records)
 
     def print_line(self, text: str) -> None:
         """Shows a line of text above the progress bar."""
@@ -142,10 +141,8 @@ class MetricsLog:
         tqdm.write(printable(text))
 
     def close(self) -> None:
-        """Ends the progress bar and flushes the trackers."""
+        """Ends the progress bar."""
         self._bar.close()
-        for tracker in self._trackers:
-            tracker.close()
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -212,96 +209,6 @@ def mean_of(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def trackers(
-    config: LoggingConfig, folder: pathlib.Path, name: str, resolved: Mapping[str, Any], done_steps: int
-) -> Iterable[Any]:
-    """Yields the trackers that the settings ask for."""
-    if config.tensorboard:
-        yield TensorBoard(folder / "tensorboard", done_steps)
-    if config.wandb_project:
-        yield Uploads("wandb", partial(Wandb, config.wandb_project, folder, name, resolved))
-    if config.mlflow_experiment:
-        yield Uploads("mlflow", partial(Mlflow, config.mlflow_experiment, name, resolved))
-
-
-class TensorBoard:
-    """Writes TensorBoard event files."""
-
-    def __init__(self, folder: pathlib.Path, done_steps: int):
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - costs seconds, and may be switched off
-
-        self._folder = folder
-        self._open = partial(SummaryWriter, str(folder))
-        self._writer = self._open(purge_step=done_steps + 1 if done_steps else None)
-
-    def rewind(self, done_steps: int) -> None:
-        """Makes TensorBoard drop later steps, which run again."""
-        self._writer.close()
-        self._writer = self._open(purge_step=done_steps + 1)
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step."""
-        with writing(self._folder):
-            for key, value in metrics.items():
-                self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        """Flushes the files."""
-        with writing(self._folder):
-            self._writer.close()
-
-
-class Wandb:
-    """Uploads to Weights & Biases."""
-
-    def __init__(self, project: str, folder: pathlib.Path, name: str, resolved: Mapping[str, Any]):
-        try:
-            import wandb  # noqa: PLC0415 - optional
-        except ImportError as error:
-            raise ConfigError(
-                [Fault("logging.wandb_project", "needs the package wandb", why="pip install wandb")]
-            ) from error
-        self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(resolved), resume="allow")
-        self._newest = 0
-
-    def rewind(self, done_steps: int) -> None:
-        """Does nothing: Weights & Biases ignores a repeated step, whose numbers are equal."""
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step."""
-        if EVALUATED in metrics:
-            # Steps only go up there, and an evaluation may be done beside later ones.
-            step = max(step, self._newest)
-        self._newest = step
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Flushes."""
-        self._run.finish()
-
-
-class Mlflow:
-    """Uploads to MLflow, at the address in MLflow's own environment variables."""
-
-    def __init__(self, experiment: str, name: str, resolved: Mapping[str, Any]):
-        try:
-            import mlflow  # noqa: PLC0415 - optional
-        except ImportError as error:
-            raise ConfigError(
-                [Fault("logging.mlflow_experiment", "needs the package mlflow", why="pip install mlflow")]
-            ) from error
-        mlflow.set_experiment(experiment)
-        mlflow.start_run(run_name=name)
-        mlflow.log_dict(dict(resolved), "config.yaml")
-        self._mlflow = mlflow
-
-    def rewind(self, done_steps: int) -> None:
-        """Does nothing: a repeated step is written twice, with equal numbers."""
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step."""
-        self._mlflow.log_metrics({key.replace("/", "."): value for key, value in metrics.items()}, step=step)
-
-    def close(self) -> None:
-        """Ends the run."""
-        self._mlflow.end_run()
+def is_evaluated(name: str) -> bool:
+    """Returns whether every evaluation of a set of prompts writes this metric, and nothing else does."""
+    return name.startswith("evaluation/") and name.endswith("/reward_mean")

@@ -17,7 +17,10 @@ from rlframe.run.compose.run import run
 from rlframe.run.config import RunConfig
 from rlframe.run.folder import claim
 from rlframe.run.load import load
+from rlframe.run.preflight.devices import KINDS
+from rlframe.run.preflight.plan import plan
 from rlframe.run.roles import topology
+from rlframe.tools.plan import on
 from rlframe.utils.errors import ConfigError
 from tests.e2e.recipes import draw_weights, make_data, make_model
 from tests.meta.checkout import ROOT
@@ -28,7 +31,7 @@ RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if re.s
 """Those whose name says the size of a model."""
 HARDWARE = re.compile(r"^# Hardware: (\d+) GPUs? of (\d+) GB", re.MULTILINE)
 """What a recipe says of its hardware."""
-KINDS = {"80": "h100", "141": "h200"}
+DEVICES = {"80": "h100", "141": "h200"}
 """Devices of so many GB, as preflight calls them."""
 UNKNOWN_HERE = {
     "cluster.device",
@@ -98,13 +101,9 @@ def test_a_recipe_fits_the_published_dimensions_and_its_devices(name: str, tmp_p
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_preflight_says_that_a_recipe_fits(name: str, tmp_path: Path) -> None:
-    preflight = pytest.importorskip("rlframe.run.preflight.plan", reason="preflight is not here yet")
-    from rlframe.run.preflight.devices import KINDS as DEVICES
-    from rlframe.tools.plan import on
-
-    device = DEVICES[KINDS[hardware(name)[1]]]
+    device = KINDS[DEVICES[hardware(name)[1]]]
     config = on(device, published(name, tmp_path))
-    assert preflight.plan(config, algorithm_of(config), device).fits
+    assert plan(config, algorithm_of(config), device).fits
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
@@ -12,6 +13,7 @@ from teaching_loop import TeachingLoop
 from rlframe.rollout.transformers.engine import weights_of
 
 
+@pytest.mark.later
 def test_trainer_and_engine_agree_after_every_update() -> None:
     loop = TeachingLoop(100)
     prompts = loop.prompts.evaluation_prompts()[:16]

@@ -61,3 +61,10 @@ def test_a_word_that_is_no_tool_is_refused_with_the_nearest(tmp_path: Path) -> N
     assert done.returncode == 2
     assert "docter is not a tool: there are audit, convert, doctor" in done.stderr
     assert "did you mean doctor?" in done.stderr and "rlframe --config-name NAME key=value" in done.stderr
+
+
+def test_a_reward_of_the_command_line_replaces_the_recipes_wherever_options_stand(tmp_path: Path) -> None:
+    done = rlframe(tmp_path, "--cfg", "job", "seed=1", "reward.parts.mine.name=length")
+    assert done.returncode == 0, done.stderr
+    assert "parts:\n    mine:\n      name: length\n" in done.stdout and "exact_match" not in done.stdout
+    assert "reward.parts of the command line replaces exact_match" in done.stderr

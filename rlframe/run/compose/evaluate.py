@@ -71,6 +71,7 @@ def _losses(parts: Parts, algorithm: OfflineAlgorithm) -> Mapping[str, Result]:
     if not (items := loop.examples.held_out()):
         raise _nothing(parts)
     Resumption(parts.config.checkpoint, loop, parts.checkpoints, parts.groups).resume()
+    parts.start_up.over()
     began = time.monotonic()
     loop.evaluate(0)
     metrics = {key.removeprefix("before/"): value for key, value in loop.results.items() if key.startswith("before/")}

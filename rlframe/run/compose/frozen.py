@@ -37,4 +37,5 @@ def frozen(parts: Parts, *, rewarded: bool) -> Frozen:
     phase = Phases(sharing=[], announce=lambda name: None)
     scorer = models.scorer(parts, placement, phase) if rewarded else None
     garbage.release()
+    parts.start_up.over()
     return Frozen(attempts=attempts, scorer=scorer, start_s=time.monotonic() - started)

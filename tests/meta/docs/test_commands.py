@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
+from rlframe.main import tool_of
 from rlframe.run.check import check
 from rlframe.run.load import load
+from rlframe.run.settings.tree import find
 from rlframe.utils.errors import ConfigError
 from tests import tiny_models
 from tests.meta.checkout import ROOT
@@ -30,7 +32,7 @@ CHECKED = [block for block in BLOCKS if not block.needs and block.comment not in
 MAIN = ["python", "-m", "rlframe.main"]
 TOOL = "rlframe.tools."
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-PLAIN = {"git", "cd", ".", "tail", "head", "ray", "kill", "tensorboard", "docker", "kubectl", "printf", "sky", "export"}
+PLAIN = set("git cd . tail head ray kill tensorboard docker kubectl printf sky export eval".split())
 """Programs whose command lines are not looked at."""
 
 
@@ -49,6 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_files(page: Path, folder: Path) -> None:
     """Writes the files that a page shows."""
     for name, text in files_of(page).items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(records(text, count=400) if name.endswith(".jsonl") else text, encoding="utf-8")
 
 
@@ -74,8 +77,12 @@ def main_arguments(line: list[str]) -> tuple[str, str | None, list[list[str]]]:
             place = line.pop(0)
         elif word in ("-m", "--multirun"):
             sweep = True
-        elif word in ("--cfg", "--help"):
+        elif word == "--help":
+            assert not line or find(line.pop(0))
+        elif word == "--cfg":
             line = line[1:]
+        elif word == "-sc":
+            assert line.pop(0).startswith("install=")
         else:
             assert not word.startswith("-"), word
             overrides.append(word)
@@ -122,11 +129,17 @@ def check_command(line: list[str], *, whole: bool, monkeypatch: pytest.MonkeyPat
     while re.match(r"[A-Z_]+=", line[0]):
         line = line[1:]
     program = line[0]
+<<<<<<< HEAD
     if program == "ray" and MAIN[2] in line:
         line = line[line.index("--") + 1 :]
     if program == "sbatch":
         assert (ROOT / (script := next(word for word in line[1:] if not word.startswith("-")))).is_file(), line
         line = [*MAIN, *line[line.index(script) + 1 :]]
+=======
+    if program == "rlframe":
+        tool = tool_of(line[1:])
+        line = ["python", "-m", f"{TOOL}{tool}", *line[2:]] if tool else [*MAIN, *line[1:]]
+>>>>>>> door
     if line[:3] == MAIN:
         check_main(line[3:], whole=whole)
     elif line[:2] == ["python", "-m"] and line[2].startswith(TOOL):

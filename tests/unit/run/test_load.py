@@ -123,3 +123,44 @@ def test_a_setting_that_was_renamed_is_refused_with_its_new_name() -> None:
     assert "train.minibatches is now train.num_minibatches" in said
     assert "train.epochs is now train.epochs_per_batch" in said
     assert "weight_sync.transport must be one of auto, " in said and "it was renamed to reload" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["reward.parts.mine.name=length"], ["mine"]),
+        (["reward.parts.mine={name: length, weight: 2}"], ["mine"]),
+        (["reward.parts={mine: {name: length}}"], ["mine"]),
+        (["+reward.parts.mine.name=length"], ["math", "format", "mine"]),
+        (["++reward.parts.mine.name=length"], ["math", "format", "mine"]),
+        (["reward.parts.mine.name=length", "+reward.parts.other.name=length"], ["mine", "other"]),
+        (["reward.parts.mine.name=length", "reward.parts.math.weight=0.5"], ["math", "mine"]),
+        (["reward.parts.math.name=length"], ["math"]),
+        (["reward.parts.math.weight=0.5"], ["math", "format"]),
+        (["reward.parts.format=null"], ["math"]),
+        (["~reward.parts.format", "reward.parts.mine.name=length"], ["mine"]),
+        (["reward=exact_match", "reward.parts.mine.name=length"], ["exact_match", "mine"]),
+    ],
+)
+def test_rewards_of_the_command_line_replace_those_of_the_files(
+    overrides: list[str], parts: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_qwen3_moe, override reward: math_format, _self_]\n")
+    assert list(load("mine", overrides, config_dir=str(tmp_path)).reward.parts) == parts
+
+
+def test_a_line_of_the_log_says_which_rewards_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        load("grpo_qwen3_moe", ["+reward.parts.mine.name=length"])
+    assert caplog.text == ""
+    with caplog.at_level("INFO"):
+        load("grpo_qwen3_moe", ["reward.parts.mine.name=length"])
+    assert "reward.parts of the command line replaces exact_match; +reward.parts.NAME would add to it" in caplog.text
+
+
+def test_a_file_that_inherits_adds_rewards_and_leaves_out_with_null(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [grpo_qwen3_moe, _self_]\nreward:\n  parts:\n    mine: {name: length}\n")
+    assert list(load("mine", config_dir=str(tmp_path)).reward.parts) == ["exact_match", "mine"]
+    file.write_text(file.read_text() + "    exact_match: null\n")
+    assert list(load("mine", config_dir=str(tmp_path)).reward.parts) == ["mine"]

@@ -124,22 +124,26 @@ def check_tool(name: str, line: list[str], monkeypatch: pytest.MonkeyPatch) -> N
             main(line)
 
 
+def inner(line: list[str]) -> list[str]:
+    """Returns the command as `python -m ...`, whichever way it is started: by the console script, or as a job."""
+    if line[0] == "rlframe":
+        tool = tool_of(line[1:])
+        return ["python", "-m", f"{TOOL}{tool}", *line[2:]] if tool else [*MAIN, *line[1:]]
+    if line[0] == "ray" and MAIN[2] in line:
+        return line[line.index("--") + 1 :]
+    if line[0] == "sbatch":
+        script = next(word for word in line[1:] if not word.startswith("-"))
+        assert (ROOT / script).is_file(), line
+        return [*MAIN, *line[line.index(script) + 1 :]]
+    return line
+
+
 def check_command(line: list[str], *, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks one command."""
     while re.match(r"[A-Z_]+=", line[0]):
         line = line[1:]
+    line = inner(line)
     program = line[0]
-<<<<<<< HEAD
-    if program == "ray" and MAIN[2] in line:
-        line = line[line.index("--") + 1 :]
-    if program == "sbatch":
-        assert (ROOT / (script := next(word for word in line[1:] if not word.startswith("-")))).is_file(), line
-        line = [*MAIN, *line[line.index(script) + 1 :]]
-=======
-    if program == "rlframe":
-        tool = tool_of(line[1:])
-        line = ["python", "-m", f"{TOOL}{tool}", *line[2:]] if tool else [*MAIN, *line[1:]]
->>>>>>> door
     if line[:3] == MAIN:
         check_main(line[3:], whole=whole)
     elif line[:2] == ["python", "-m"] and line[2].startswith(TOOL):

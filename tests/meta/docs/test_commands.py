@@ -18,11 +18,9 @@ import pytest
 import yaml
 
 from rlframe.main import tool_of
-from rlframe.run.check import check
 from rlframe.run.load import load
 from rlframe.run.settings.tree import find
 from rlframe.utils.errors import ConfigError
-from tests import tiny_models
 from tests.meta.checkout import ROOT
 from tests.meta.docs.pages import Block, all_blocks, blocks, files_of, records, words
 
@@ -57,6 +55,8 @@ def write_files(page: Path, folder: Path) -> None:
 
 def own_model(folder: Path) -> None:
     """Makes a small dense model with the tokenizer of an embedded one."""
+    from tests import tiny_models
+
     embedded = ROOT / "rlframe" / "models" / "embedded" / "qwen3_moe_tiny"
     vocab_size = yaml.safe_load((embedded / "config.json").read_text())["vocab_size"]
     tiny_models.make("qwen3", folder, vocab_size=vocab_size, max_position_embeddings=2048)
@@ -99,6 +99,8 @@ def check_main(line: list[str], *, whole: bool) -> None:
     for overrides in runs:
         run = load(name, overrides, **({"config_dir": place} if place else {}))
         if whole:
+            from rlframe.run.check import check
+
             check(run)
 
 

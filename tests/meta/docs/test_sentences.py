@@ -17,6 +17,8 @@ from tests.mutations.catalogue import MUTATIONS
 
 SETTING = re.compile(r"(?<![\w/.-])([a-z_]+(?:\.[a-z_]+)+)(?==|`|$)")
 FILE = re.compile(r"`((?:rlframe|tests|examples|configs|docs|docker)/[\w./-]+)`")
+END = "\1"
+"""Stands between two strings of the code."""
 NO_SETTINGS = {"rollout.n", "algorithm.train_batch"}
 """A setting of verl's, and a line of the step."""
 FREE = {"reward.parts", "environment.options", "rollout.engine_options", "data.chat_template_kwargs", "data.path"}
@@ -28,9 +30,10 @@ def text_of(page: str) -> str:
 
 
 @cache
-def sentences() -> list[str]:
-    """Returns every string of the code, with a gap for each part that is filled in."""
-    return [found for file in sorted((ROOT / "rlframe").rglob("*.py")) for found in strings(file.read_text())]
+def sentences() -> str:
+    """Returns every string of the code, one after the other, with a gap for each part that is filled in."""
+    files = sorted((ROOT / "rlframe").rglob("*.py"))
+    return END.join(found for file in files for found in strings(file.read_text(encoding="utf-8")))
 
 
 def strings(source: str) -> list[str]:
@@ -50,9 +53,8 @@ def written(node: ast.AST) -> str:
 def is_said(quoted: str) -> bool:
     """Returns whether the pieces of a message stand in this order in a string of the code. A piece may begin or end
     with what is filled in."""
-    pieces = [piece.strip() for piece in quoted.split("...")]
-    pattern = re.compile(".*?".join(map(re.escape, pieces)), re.DOTALL)
-    return any(pattern.search(sentence) for sentence in sentences())
+    pieces = [re.escape(piece.strip()) for piece in quoted.split("...")]
+    return re.search(f"[^{END}]*?".join(pieces), sentences()) is not None
 
 
 def messages() -> list[str]:

@@ -39,7 +39,7 @@ ALLOWED = {
     "rlframe/attempts/sessions/process.py:kill": ENDED,
     "rlframe/attempts/sessions/worker.py:_answer": ENDED,
     "rlframe/attempts/worker.py:_in_loop": IN_A_CALL,
-    "rlframe/data/parallel.py:in_chunks": "each template has data.template_limit_s, and a process that dies breaks the pool",
+    "rlframe/data/parallel.py:in_chunks": "templates have a limit, and a process that dies breaks the pool",
     "rlframe/environments/endpoint.py:_command": "the runner ends an agent that is without a call for too long",
     "rlframe/environments/tools/mcp.py:_hold": "a task that nobody waits for holds a connection until `_leave`",
     "rlframe/environments/tools/mcp.py:_leave": ENDED,

@@ -23,12 +23,11 @@ def faults(run: RunConfig) -> Iterator[Fault]:
         return
     try:
         found = plan(run, algorithm_of(run), accelerator)
-        if faults_of(found):
-            return
+        if not faults_of(found):
+            yield from (device_faults if found.cuda else host_faults)(found)
     except (ConfigError, CheckpointError):
-        # The topics about the model say why.
+        # The topics about the models say why.
         return
-    yield from (device_faults if found.cuda else host_faults)(found)
 
 
 def devices_of(run: RunConfig) -> Accelerator | None:

@@ -23,6 +23,7 @@ from rlframe.run.preflight.describe import describe, facts
 from rlframe.run.preflight.devices import KINDS, Accelerator, this_machine
 from rlframe.run.preflight.layouts import Layout, best
 from rlframe.run.preflight.plan import Plan, plan
+from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import ConfigError, RlframeError
 from rlframe.utils.faults import Fault
 from rlframe.utils.text import printable
@@ -73,18 +74,18 @@ def on(accelerator: Accelerator, run: RunConfig) -> RunConfig:
     return replace(run, cluster=replace(run.cluster, device=device), model=replace(run.model, random_init=True))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m rlframe.tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add_arguments(parser)
     add("--device", choices=sorted(KINDS), help="the kind of device (default: that of this machine)")
     add("--devices", type=int, help="number of devices for the best layouts (default: what the run needs)")
     add("--devices-per-host", type=int, default=8, help="default %(default)s")
     add("--prompt-tokens", type=int, help="mean tokens of a prompt (default: data.max_prompt_tokens)")
     add("--response-tokens", type=int, help="mean tokens of a response (default: rollout.max_tokens)")
     add("--json", metavar="FILE", help="write everything as JSON too")
+    add_arguments(parser)
     return parser
 
 

@@ -64,7 +64,8 @@ def check_device(run: RunConfig) -> None:
     Raises:
         ConfigError: every fault.
     """
-    if faults := [fault for topic in OF_DEVICE for fault in topic(run)]:
+    concerned = topics_of(run)
+    if faults := [fault for topic in OF_DEVICE if topic in concerned for fault in topic(run)]:
         raise ConfigError(faults)
 
 
@@ -205,6 +206,7 @@ TOPICS = {
     cluster.address: {"cluster"},
     cluster.job_folder: {"output"},
     cluster.variables: {"cluster", "train"},
+    cluster.job_environment: {"cluster"},
     devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
     devices.engine: {"model", "rollout", "algorithm"},
     loop.environment: {"rollout", "algorithm"},
@@ -275,6 +277,8 @@ WITHOUT_TRAINING = frozenset(
     {
         model.model,
         model.files,
+        cluster.address,
+        cluster.job_folder,
         devices.devices,
         devices.engine,
         devices.packages,

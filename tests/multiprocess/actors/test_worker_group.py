@@ -17,6 +17,7 @@ from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.roles import Topology, engines, policy
 from rlframe.cluster.runtime import running
+from rlframe.cluster.runtime_env import RuntimeEnvConfig
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.utils.errors import ConfigError, DataError, OutOfMemory, RlframeError, WeightSyncFailed, WorkerDied
@@ -34,6 +35,10 @@ class Subject(Worker):
         """Without any of Python's cleaning up."""
         print(last_words)  # noqa: T201
         os._exit(3)
+
+    def environment(self, name: str) -> tuple[str | None, str]:
+        """A variable of its environment, and its working folder."""
+        return os.environ.get(name), os.getcwd()
 
     def fail(self, error: BaseException) -> None:
         """Raises `error`."""
@@ -69,7 +74,8 @@ def others() -> set[psutil.Process]:
 def cluster(others: set[psutil.Process]) -> Iterator[ExitStack]:
     """A Ray of our own, which ends when this is closed."""
     with ExitStack() as stack:
-        stack.enter_context(running(ClusterConfig(), num_devices=2))
+        given = RuntimeEnvConfig(env_vars={"GIVEN_TO_WORKERS": 7})
+        stack.enter_context(running(ClusterConfig(runtime_env=given), num_devices=2))
         yield stack
 
 
@@ -104,6 +110,12 @@ def test_results_come_in_rank_order(group: WorkerGroup) -> None:
     assert group.wait([actor.add.remote(5) for actor in group.actors], doing="adding") == [(0, 6), (1, 6)]
     assert [info.rank for info in group.infos] == [0, 1]
     assert len({info.pid for info in group.infos}) == 2
+
+
+def test_workers_have_the_variables_of_the_run_and_the_folder_of_the_driver(group: WorkerGroup) -> None:
+    found = group.wait([actor.environment.remote("GIVEN_TO_WORKERS") for actor in group.actors], doing="looking")
+    assert found == [("7", os.getcwd())] * 2
+    assert "GIVEN_TO_WORKERS" not in os.environ
 
 
 @pytest.mark.parametrize(

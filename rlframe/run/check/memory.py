@@ -23,12 +23,11 @@ def faults(run: RunConfig) -> Iterator[Fault]:
         return
     try:
         found = plan(run, algorithm_of(run), accelerator)
-        if faults_of(found):
-            return
+        if not faults_of(found):
+            yield from (device_faults if found.cuda else host_faults)(found)
     except (ConfigError, CheckpointError):
-        # The topics about the model say why.
+        # The topics about the models say why.
         return
-    yield from (device_faults if found.cuda else host_faults)(found)
 
 
 def devices_of(run: RunConfig) -> Accelerator | None:
@@ -44,14 +43,13 @@ def device_faults(found: Plan) -> Iterator[Fault]:
     advice = [str(each) for each in advise(found)]
     hint = f"{'; or '.join(advice)}. " if advice else "more devices would be needed. "
     hint += "`python -m rlframe.tools.plan` shows every part; cluster.preflight=off starts the run in any case"
-    if found.missing_bytes > CERTAIN * memory:
+    if found.certainly_missing_bytes > CERTAIN * memory:
         yield Fault(
             "cluster.preflight",
             said=f"{device.peak} takes {device.peak_bytes / 1e9:.1f} GB of each device with {device.roles}, and "
             f"{found.accelerator.name} has {memory / 1e9:.1f} GB; {hint}",
         )
-    elif not found.engine_fits:
-        assert found.engine is not None
+    elif found.engine and not found.engine.holds_a_sequence:
         yield Fault(
             "rollout.gpu_memory_utilization",
             "leaves no room for the keys and values of one sequence",

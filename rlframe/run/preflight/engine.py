@@ -56,6 +56,14 @@ class EngineMemory:
         return claimed - self.weights_bytes - constants.ENGINE_WORKSPACE_BYTES
 
     @property
+    def holds_a_sequence(self) -> bool:
+        """Returns whether the weights leave room for the keys and values of one sequence, if nothing else takes any."""
+        if not isinstance(self.config, ServedConfig) or not self.cuda:
+            return True
+        room = self.config.gpu_memory_utilization * self.device_bytes - self.weights_bytes
+        return room >= self.sequence_tokens * self.token_bytes
+
+    @property
     def cache_tokens(self) -> int:
         """Tokens whose keys and values fit an engine at once."""
         return max(0, int(self.cache_bytes / self.token_bytes))
@@ -66,9 +74,9 @@ class EngineMemory:
         cache = Part("key-value cache", max(0.0, self.cache_bytes))
         if not isinstance(self.config, ServedConfig) or not self.cuda:
             return Process(role=self.role, resident=(weights,), work={Phase.GENERATION: (cache,)}, keeps=False)
-        graphs = Part("CUDA graphs", 0.0 if self.config.enforce_eager else constants.GRAPH_BYTES)
-        workspace = Part("workspaces and context", constants.ENGINE_WORKSPACE_BYTES)
-        asleep = Part("context of the engine asleep", constants.ENGINE_ASLEEP_BYTES)
+        graphs = Part("CUDA graphs", 0.0 if self.config.enforce_eager else constants.GRAPH_BYTES, measured=False)
+        workspace = Part("workspaces and context", constants.ENGINE_WORKSPACE_BYTES, measured=False)
+        asleep = Part("context of the engine asleep", constants.ENGINE_ASLEEP_BYTES, measured=False)
         return Process(
             role=self.role,
             resident=(weights, graphs, workspace),

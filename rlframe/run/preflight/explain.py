@@ -45,9 +45,10 @@ def explained(run: RunConfig, algorithm: Algorithm, error: OutOfMemory) -> OutOf
         found = plan(run, algorithm, device)
         if faults_of(found):
             return error
+        return error.explained("\n".join([predicted(found, error), *advice(found, error)]))
     except (ConfigError, CheckpointError):
+        # The models' files are no longer there.
         return error
-    return error.explained("\n".join([predicted(found, error), *advice(found, error)]))
 
 
 def predicted(found: Plan, error: OutOfMemory) -> str:

@@ -21,6 +21,9 @@ class Part:
 
     name: str
     bytes: float
+    measured: bool = True
+    """Whether it follows from sizes or measurements. Otherwise only its order of magnitude is known, and no run is
+    refused for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +70,10 @@ class DeviceMemory:
     def bytes_at(self, phase: Phase) -> float:
         """Returns the bytes of a phase."""
         return total(part for _, part in self.at(phase))
+
+    def certain_bytes_at(self, phase: Phase) -> float:
+        """Returns the bytes of a phase without the parts of which only the order of magnitude is known."""
+        return total(part for _, part in self.at(phase) if part.measured)
 
     @property
     def peak(self) -> Phase:

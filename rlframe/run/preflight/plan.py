@@ -210,6 +210,12 @@ class Plan:
         return self.worst.peak_bytes - self.accelerator.memory_bytes
 
     @property
+    def certainly_missing_bytes(self) -> float:
+        """The same without the parts of which only the order of magnitude is known."""
+        peaks = (device.certain_bytes_at(phase) for device in self.devices for phase in device.phases)
+        return max(peaks) - self.accelerator.memory_bytes
+
+    @property
     def fits(self) -> bool:
         """Returns whether every phase fits every device, and engines have a cache for at least one sequence."""
         return self.missing_bytes <= 0 and self.engine_fits

@@ -123,12 +123,14 @@ class TrainerSeconds:
         # With lora, weights have no gradients: a third of the products is left out.
         weight_free = (2 if backward else 1) + again if train.lora else times
         kernels = activations.Kernels.of(train, cuda=True)
-        rows = [
-            (sum(each.bytes for each in activations.layer(memory.architecture, kernels, parallel, sparse=sparse)))
-            for sparse in (is_sparse(memory.architecture, layer) for layer in stage.layers)
-        ]
-        moved = sum(rows) * constants.PASSES * times / 3 * share / speeds.memory
         sparse = sum(is_sparse(memory.architecture, layer) for layer in stage.layers)
+        kept = sum(
+            layers * each.bytes
+            for layers, kind in ((sparse, True), (len(stage.layers) - sparse, False))
+            if layers
+            for each in activations.layer(memory.architecture, kernels, parallel, sparse=kind)
+        )
+        moved = kept * constants.PASSES * times / 3 * share / speeds.memory
         experts = share * count.experts * weight_free / (flops * constants.EXPERT_EFFICIENCY)
         return Pass(
             products=share * (count.dense * weight_free / fast + count.head * times) / products,

@@ -98,9 +98,9 @@ class TrainerMemory:
         if not self.cuda:
             return
         yield Part("workspaces of kernels", constants.WORKSPACE_BYTES)
-        yield Part("CUDA's context", constants.CONTEXT_BYTES)
+        yield Part("CUDA's context", constants.CONTEXT_BYTES, measured=False)
         if self.parallel.world > 1:
-            yield Part("NCCL's buffers", constants.NCCL_BYTES)
+            yield Part("NCCL's buffers", constants.NCCL_BYTES, measured=False)
 
     def _training(self, stage: StageWeights) -> Iterator[Part]:
         kept = self._activations(stage)

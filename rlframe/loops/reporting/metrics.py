@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tqdm import tqdm
 
+from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
@@ -34,6 +35,7 @@ class MetricsLog:
         steps: int,
         done_steps: int | None,
         trackers: Sequence[Tracker] = (),
+        callbacks: Callbacks | None = None,
     ):
         """
         Args:
@@ -43,12 +45,14 @@ class MetricsLog:
             done_steps: steps a resumed run keeps, None for a new one; what was written after them is cut off, it will
                 be made again.
             trackers: begun, and closed by who has begun them.
+            callbacks: of the caller of the run.
         """
         self.config = config
         self._metrics = folder / "metrics.jsonl"
         self._samples = folder / "samples.jsonl"
         self._known = self._keep(done_steps)
         self._trackers = trackers
+        self.callbacks = callbacks or Callbacks()
         self._bar = tqdm(
             total=steps, initial=done_steps or 0, desc=name, unit="step", disable=not config.progress,
             dynamic_ncols=True, mininterval=REFRESH_S,
@@ -84,7 +88,8 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step's metrics everywhere and moves the progress bar."""
-        self.log_evaluation(step, {**metrics, RESTARTS: float(self.num_restarts)})
+        line = {**metrics, RESTARTS: float(self.num_restarts)}
+        self._write(step, line)
         labels = {
             "reward": "reward/mean",
             "loss": "train/loss",
@@ -94,9 +99,15 @@ class MetricsLog:
         self._shown = {label: f"{metrics[key]:.4g}" for label, key in labels.items() if key in metrics}
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update()
+        self.callbacks.on_step(step, line)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of an evaluation. The progress bar does not move."""
+        """Writes the metrics of an evaluation, or of a probe. The progress bar does not move."""
+        self._write(step, metrics)
+        if any(name.startswith("evaluation/") for name in metrics):
+            self.callbacks.on_evaluation(step, metrics)
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         append(self._metrics, {"step": step, **metrics})
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)

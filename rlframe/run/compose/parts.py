@@ -16,6 +16,7 @@ from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
 from rlframe.data.text.chat import end_token
 from rlframe.data.text.special_tokens import special_tokens
+from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.start_up import StartUp
 from rlframe.loops.reporting.trackers import trackers
@@ -44,7 +45,15 @@ class Parts:
     device: torch.device
     """The device of every rank and engine. Known from `devices` on, because a joined cluster decides it."""
 
-    def __init__(self, config: RunConfig, requirements: Requirements, stack: ExitStack, start_up: StartUp):
+    def __init__(
+        self,
+        config: RunConfig,
+        requirements: Requirements,
+        stack: ExitStack,
+        start_up: StartUp,
+        callbacks: Callbacks | None = None,
+    ):
+        self.callbacks = callbacks
         self.config, self.requirements, self.stack, self.start_up = config, requirements, stack, start_up
         self.folder = config.folder
         # First: it takes seconds at most, and its errors must not wait for anything.
@@ -137,6 +146,7 @@ class Parts:
             steps=self.config.steps,
             done_steps=self.done_steps,
             trackers=self.trackers,
+            callbacks=self.callbacks,
         )
         self.stack.callback(metrics.close)
         return metrics

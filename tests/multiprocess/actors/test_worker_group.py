@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.placement import Placement, reserve
@@ -19,7 +20,7 @@ from rlframe.cluster.runtime import running
 from rlframe.cluster.runtime_env import RuntimeEnvConfig
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
-from rlframe.utils.errors import ConfigError, DataError, RlframeError, WeightSyncFailed, WorkerDied
+from rlframe.utils.errors import ConfigError, DataError, OutOfMemory, RlframeError, WeightSyncFailed, WorkerDied
 
 
 class Subject(Worker):
@@ -42,6 +43,10 @@ class Subject(Worker):
     def fail(self, error: BaseException) -> None:
         """Raises `error`."""
         raise error
+
+    def allocate(self, num_bytes: int) -> None:
+        """Asks torch for memory on rank 1."""
+        torch.empty(num_bytes if self.rank == 1 else 1, dtype=torch.uint8)
 
     def hang_in_a_named_place(self) -> None:
         """Longer than any test."""
@@ -131,6 +136,15 @@ def test_any_other_exception_is_a_failure_of_a_named_worker(group: WorkerGroup) 
     message = str(caught.value)
     assert message.startswith(f"{name(group, 1)} failed in train: KeyError('lost')\nlast lines of ")
     assert "in fail" in message, "the worker's own traceback"
+
+
+def test_a_rank_without_memory_names_role_rank_call_and_the_allocators_words(group: WorkerGroup) -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        group.wait(group.ask_all(Subject.allocate, 1 << 60), doing="train")
+    message = str(caught.value)
+    assert message.startswith("policy rank 1 ran out of the memory of the host in allocate: ")
+    assert "DefaultCPUAllocator" in message and "policy-1.log has the stack" in message
+    assert "in allocate" in pathlib.Path(group.infos[1].log).read_text()
 
 
 def test_a_hang_names_who_is_waited_for_and_shows_the_stack(group: WorkerGroup) -> None:

@@ -1,6 +1,5 @@
 """The data of a set of connected processes: transport, plan, links, and the holders of each tensor."""
 
-import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -8,6 +7,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
+import ray
 import torch
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import TCPStore
@@ -263,7 +263,7 @@ class Rendezvous:
 
     def begin(self, hosts: Set[str]) -> tuple[str, str]:
         """Returns (address, session) of a new group of ranks on `hosts`, at an address that they can reach."""
-        host = "127.0.0.1" if hosts == {this_host()} else _own_address()
+        host = "127.0.0.1" if hosts == {this_host()} else ray.util.get_node_ip_address()
         if self._store is None or self._host != host:
             self._host, self._store = host, listen(host, timeout=timedelta(seconds=60))
         self._sessions += 1
@@ -273,17 +273,6 @@ class Rendezvous:
         """Makes ranks that wait for a peer in the present session give up."""
         if self._store is not None:
             self._store.set(f"{self._sessions}/{FAILED}", "1")
-
-
-def _own_address() -> str:
-    """Returns the address at which other machines reach this one, or the loopback's if there is no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Nothing is sent: connecting a datagram socket only queries the routing table.
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return probe.getsockname()[0]
 
 
 def _targets(

@@ -19,7 +19,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 PORT = 6379
 NETWORK = "198.51.100"
-"""A network for examples (RFC 5737), which no machine outside has."""
+"""A network for examples (RFC 5737), which no machine outside has. It has no way out, as in many clusters."""
 TOOLS = ("ip", "unshare", "nsenter")
 START_S = 120.0
 """Seconds that Ray may take to start on a machine."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from rlframe.cluster.config import Device
 from rlframe.run.check import planned_faults
 from rlframe.run.check.context import algorithm_of
-from rlframe.run.config import RunConfig
+from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import add_arguments, of_arguments
 from rlframe.run.preflight.advice import faults_of
 from rlframe.run.preflight.describe import describe, facts
@@ -25,6 +25,7 @@ from rlframe.run.preflight.layouts import Layout, best
 from rlframe.run.preflight.plan import Plan, plan
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import ConfigError, RlframeError
+from rlframe.utils.faults import Fault
 from rlframe.utils.text import printable
 
 
@@ -34,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     accelerator = KINDS[options.device] if options.device else this_machine()
     try:
         run = on(accelerator, of_arguments(options))
+        if run.mode is not Mode.TRAIN:
+            raise ConfigError(
+                [Fault("mode", "must be train: only training is planned", got=run.mode, hint="remove it")]
+            )
         faults = planned_faults(run)
         found = plan(
             run,

@@ -61,6 +61,8 @@ class Parts:
         self.latest = self.checkpoints.latest()
         self.trackers = list(self._trackers()) if config.mode is Mode.TRAIN else []
         self.tokenizer = tokenizer.load(resolve(config.model), chat_template=config.data.chat_template)
+        self.num_nodes, self.num_cores = 1, len(os.sched_getaffinity(0))
+        """Number of nodes of the run, and of CPU cores of the least of them. Known from `devices` on."""
         self.groups: list[RankGroup] = []
         """The groups of ranks of every trained model, and of frozen models with ranks of their own."""
 
@@ -81,6 +83,8 @@ class Parts:
             if joins:
                 self.stack.enter_context(nodes.noticing_deaths(placement.nodes))
                 inspection.inspect(needs(self.config, self.folder), placement.nodes)
+                used = [node for node in nodes.alive() if node.id in placement.nodes]
+                self.num_nodes, self.num_cores = len(used), int(min(node.num_cpus for node in used))
         self.start_up.done("Ray")
         return placement
 
@@ -106,8 +110,8 @@ class Parts:
         }
 
     def threads(self, count: int) -> int:
-        """Returns the CPU threads of each of `count` processes that run at the same time on this machine."""
-        return max(1, len(os.sched_getaffinity(0)) // max(1, count))
+        """Returns the CPU threads of each of `count` processes that run at the same time on the nodes of the run."""
+        return max(1, self.num_cores // max(1, math.ceil(count / self.num_nodes)))
 
     def chat_template(self) -> Exported | None:
         """Returns the chat template that exported models get, or None if they keep their own."""

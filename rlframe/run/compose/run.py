@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.cluster import job
@@ -88,7 +88,7 @@ def run_on(
     algorithm: Algorithm = component(config.algorithm)
     trains = config.mode is Mode.TRAIN
     with (
-        explaining(config, algorithm),
+        explaining(config, algorithm) if trains else nullcontext(),
         watching(config.cluster, config.folder / LOGS, learns=trains) as watchdog,
         ExitStack() as stack,
         work(watchdog),

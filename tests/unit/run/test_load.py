@@ -58,7 +58,6 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
         ("algorithm.name=gpro", "algorithm.name must be one of cispo, classification, "),
         ("algorithm.group_size=1", "algorithm.group_size must be at least 2 for grpo, got 1"),
         ("train.optimizer.lr=fast", "train.optimizer.lr must be a number, got 'fast'"),
-        ("data=gsm8k", "data.path must be given"),
         ("reward=exactmatch", "reward must name a file of configs/reward: exact_match, "),
         ("reward=exactmatch", "got 'exactmatch'; did you mean exact_match?"),
         ("algorithm=grpo,grp0", "got 'grp0'; did you mean grpo?"),

@@ -7,6 +7,7 @@ import pytest
 
 from rlframe.main import tool_names
 
+pytestmark = pytest.mark.later
 WITH_ARGUMENTS = [
     name for name in tool_names() if inspect.signature(importlib.import_module(f"rlframe.tools.{name}").main).parameters
 ]

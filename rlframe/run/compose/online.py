@@ -42,14 +42,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     sets = evaluation_sets(parts, prompts)
     examples = given_responses(parts, prompts)
     parts.start_up.done("data")
-    engines = [rollout, apart] if apart else [rollout]
-    if not shared_gpu(parts):
-        begin(engines)
-    models_trained.start(parts)
-    begin(engines)
-    for group in engines:
-        group.start()
-    parts.start_up.done("processes")
+    start(parts, models_trained, [rollout, apart] if apart else [rollout])
     weight_sync = synced(parts, policy, rollout)
     parts.start_up.done("weight sync")
     rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
@@ -94,6 +87,17 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         teacher=models_trained.teacher,
         probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
+
+
+def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) -> None:
+    """Builds all models and engines, at the same time where they have devices of their own."""
+    if not shared_gpu(parts):
+        begin(engines)
+    models_trained.start(parts)
+    begin(engines)
+    for group in engines:
+        group.start()
+    parts.start_up.done("processes")
 
 
 def ahead(config: RunConfig) -> bool:

@@ -1,6 +1,6 @@
 """Settings of the loop between steps: checkpoints, evaluations, logs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
@@ -120,6 +120,43 @@ class EvaluationConfig:
         check_bounds(self)
 
 
+class Keep(StrEnum):
+    """Choices of attempts that are kept token by token."""
+
+    FIRST = "first"
+    """The first ones of the batch."""
+    RANDOM = "random"
+    """Any, the same ones in a run that is done again."""
+    BEST = "best"
+    """Those with the highest reward, among equals those with the greatest advantage."""
+    WORST = "worst"
+    """Those with the lowest reward, among equals those with the smallest advantage."""
+    ALL = "all"
+    """All of them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplesConfig:
+    """Settings of the attempts that are kept token by token in `samples/`, for report.html and rlframe.tools.rollouts."""
+
+    keep: list[Keep] = field(default_factory=lambda: [Keep.BEST, Keep.WORST, Keep.RANDOM])
+    """Choices of attempts of each step: first, random, best, worst, or all. [] keeps none."""
+    of_each: Annotated[int, Range(1, 10**6)] = 2
+    """Number of attempts of each choice and step. `all` keeps all."""
+    trainer_logprobs: bool = False
+    """Whether the trainer scores the kept attempts before it trains on them, where the step does not need such
+    logprobs anyway. They show where trainer and engine disagree, and cost one forward pass of the kept attempts."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if len(set(self.keep)) < len(self.keep):
+            raise SettingError("keep", "must name each choice once", got=[str(each) for each in self.keep])
+        if Keep.ALL in self.keep and len(self.keep) > 1:
+            raise SettingError("keep", "must be [all] alone, which has the others", got=[str(each) for each in self.keep])
+        if self.trainer_logprobs and not self.keep:
+            raise SettingError("trainer_logprobs", "has no effect with keep=[]; remove it", got="true")
+
+
 @dataclass(kw_only=True, slots=True)
 class LoggingConfig:
     """Settings of a run's logs. metrics.jsonl and samples.jsonl are always written."""
@@ -134,6 +171,9 @@ class LoggingConfig:
     """Whether to show a progress bar."""
     samples_per_step: Annotated[int, Range(0, 10**6)] = 4
     """Number of rollouts written to samples.jsonl in each step."""
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    report: bool = True
+    """Whether to write report.html, about every minute and at the end. Needs the extra `report`."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -3,7 +3,7 @@ time."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from rlframe.utils.errors import CheckpointError, ConfigError, OutputError
 from rlframe.utils.faults import Fault
 from rlframe.utils.files import write_whole, writing
 from rlframe.utils.lock import FolderLock
-from rlframe.utils.secrets import without_secrets
+from rlframe.utils.secrets import hidden, without_secrets
 
+OVERRIDES = "overrides.yaml"
 FREE_ON_RESUME = (
     "output",
     "steps",
@@ -48,9 +49,9 @@ FREE_ON_RESUME = (
 its results. Another layout sums in another order, so that numbers agree up to rounding, not bit for bit."""
 
 
-def claim(run: RunConfig) -> FolderLock:
-    """Creates the run's folder if needed and returns its lock. Writes the resolved configuration to `config.yaml` and
-    the run's identity to `run.json`. The folder belongs to this process until the lock is closed.
+def claim(run: RunConfig, overrides: Sequence[str] = ()) -> FolderLock:
+    """Creates the run's folder if needed and returns its lock. Writes the resolved configuration to `config.yaml`, what
+    the command set beyond its config file to `overrides.yaml`, and the run's identity to `run.json`. The folder belongs to this process until the lock is closed.
 
     A folder with the same configuration is a run to resume. Settings of FREE_ON_RESUME may differ, such as `steps`,
     `cluster.*` and `train.parallel`.
@@ -68,6 +69,7 @@ def claim(run: RunConfig) -> FolderLock:
         lock = FolderLock(folder.absolute())
         try:
             _settle(folder, without_secrets(as_dict(run)))
+            write_whole(folder / OVERRIDES, yaml.safe_dump([hidden(each) for each in overrides]).encode())
         except BaseException:
             lock.close()
             raise

@@ -6,14 +6,18 @@ import math
 import pathlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
 from rlframe.loops.config import LoggingConfig
+from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
+from rlframe.loops.reporting.timeline import Timeline
 from rlframe.loops.reporting.uploads import Uploads
+from rlframe.loops.reporting.warned import Warned
+from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -41,6 +45,8 @@ class MetricsLog:
         steps: int,
         resolved: Mapping[str, Any],
         done_steps: int | None,
+        decode: Callable[[int], str] = str,
+        further: Sequence[Any] = (),
     ):
         """
         Args:
@@ -50,12 +56,17 @@ class MetricsLog:
             resolved: the run's configuration as plain values, for the trackers.
             done_steps: steps a resumed run keeps, None for a new one; what was written after them is cut off, it will
                 be made again.
+            decode: returns the text of a token.
+            further: trackers besides those that the config names.
         """
         self.config = config
         self._metrics = folder / "metrics.jsonl"
         self._samples = folder / "samples.jsonl"
+        self.timeline = Timeline(folder)
+        """The phases of the steps."""
+        self._sample_files = SampleFiles(folder, decode)
         self._known = self._keep(done_steps)
-        self._trackers = list(trackers(config, folder, name, resolved, done_steps or 0))
+        self._trackers = [*trackers(config, folder, name, resolved, done_steps or 0), *further]
         self._bar = tqdm(
             total=steps, initial=done_steps or 0, desc=name, unit="step", disable=not config.progress,
             dynamic_ncols=True, mininterval=REFRESH_S,
@@ -63,6 +74,7 @@ class MetricsLog:
         self._shown: dict[str, str] = {}
         self._drawn = 0.0
         self._measured: dict[str, tuple[int, float]] = {}
+        self._warned = Warned(folder, step=lambda: self._bar.n + 1, anew=done_steps is None)
         self.num_restarts = 0
         """Number of restarts of trainer ranks so far, written with the metrics of every step."""
 
@@ -70,6 +82,8 @@ class MetricsLog:
         """Truncates the files to `done_steps` steps. Returns the names of the metrics that are left."""
         last = -1 if done_steps is None else done_steps
         keep_steps(self._samples, last)
+        self.timeline.rewind(last)
+        self._sample_files.rewind(done_steps)
         return keep_steps(self._metrics, last)
 
     def rewind(self, done_steps: int | None) -> None:
@@ -105,6 +119,7 @@ class MetricsLog:
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics of an evaluation. The progress bar does not move."""
         append(self._metrics, {"step": step, **metrics})
+        self.timeline.write(step)
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)
         for tracker in self._trackers:
@@ -119,11 +134,20 @@ class MetricsLog:
         """Returns the metrics of a step, and the names of all metrics that the run has logged."""
         return {name: value for name, (at, value) in self._measured.items() if at == step}, self._known
 
-    def log_samples(self, step: int, rollouts: Iterable[Rollout]) -> None:
-        """Writes the first rollouts of a step in full."""
-        for rollout in list(rollouts)[: self.config.samples_per_step]:
+    def choose_samples(self, step: int, rollouts: Sequence[Rollout], batch: TrainBatch | None = None) -> Chosen:
+        """Returns the rollouts of a step that are kept.
+
+        Args:
+            batch: what the step trains on, in the order of the rollouts. None for an evaluation.
+        """
+        return choose(self.config.samples, step, rollouts, batch)
+
+    def log_samples(self, chosen: Chosen) -> None:
+        """Writes the first rollouts of a step as text, and those that are kept token by token."""
+        self._sample_files.write(chosen)
+        for rollout in chosen.rollouts[: self.config.samples_per_step]:
             record = {
-                "step": step,
+                "step": chosen.step,
                 "id": rollout.prompt.id,
                 "prompt": rollout.prompt.text,
                 "response": rollout.text,
@@ -140,10 +164,13 @@ class MetricsLog:
         """Shows a line of text above the progress bar."""
         self._bar.clear()
         tqdm.write(printable(text))
+        if text.startswith("warning: "):
+            self._warned.note(text.removeprefix("warning: "))
 
     def close(self) -> None:
         """Ends the progress bar and flushes the trackers."""
         self._bar.close()
+        self._warned.close()
         for tracker in self._trackers:
             tracker.close()
 

@@ -40,7 +40,7 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
         policy=policy,
         model=model,
         teacher=teacher,
-        phase=Phases(sharing=[], announce=metrics.announce),
+        phase=Phases(sharing=[], announce=metrics.announce, ended=metrics.timeline.ended),
         metrics=metrics,
         checkpoints=parts.checkpoints,
         export=Exporter(config.checkpoint, parts.folder, policy),

@@ -1,18 +1,23 @@
 """The common parts of all compositions: the run's folder, devices, limits and logs."""
 
+import logging
 import math
 import os
 import pathlib
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rlframe.algorithms.requirements import Requirements
 from rlframe.cluster import runtime
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
+from rlframe.loops.report.page import MISSING, can_draw
+from rlframe.loops.report.refresh import Refresh
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.start_up import StartUp
+from rlframe.loops.reporting.uploads import Uploads
 from rlframe.loops.saving.checkpoints import Checkpoints, read_state
 from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
@@ -23,6 +28,7 @@ from rlframe.run.config import RunConfig
 from rlframe.run.roles import topology
 from rlframe.utils.secrets import without_secrets
 
+logger = logging.getLogger(__name__)
 LOGS = "logs"
 """Folder of the workers' logs and of all marks."""
 
@@ -86,6 +92,15 @@ class Parts:
         """Number of steps of the latest checkpoint. None if there is none."""
         return read_state(self.latest).step if self.latest else None
 
+    def report(self) -> list[Uploads]:
+        """Returns what writes report.html beside the run. Nothing if it is switched off, or its package is missing."""
+        if not self.config.logging.report:
+            return []
+        if not can_draw():
+            logger.info("report.html is not written: %s", MISSING)
+            return []
+        return [Uploads("report.html", partial(Refresh, self.folder))]
+
     def metrics(self) -> MetricsLog:
         """Returns the log of the run, which continues from the latest checkpoint."""
         resolved = without_secrets(asdict(self.config))
@@ -96,6 +111,8 @@ class Parts:
             steps=self.config.steps,
             resolved=resolved,
             done_steps=self.done_steps,
+            decode=partial(tokenizer.piece, self.tokenizer),
+            further=self.report(),
         )
         self.stack.callback(metrics.close)
         return metrics

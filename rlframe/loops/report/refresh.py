@@ -1,0 +1,43 @@
+"""Writes the page of a run again during it, as a tracker in a thread of its own."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlframe.loops.report.page import REPORT, write_page
+
+EVERY_S = 60.0
+"""Least seconds between two pages."""
+SHARE = 0.01
+"""Greatest share of the time that is spent on pages."""
+
+
+class Refresh:
+    """Writes the page at most every minute, and more rarely where that would take more than 1 % of the time."""
+
+    def __init__(self, folder: Path):
+        """
+        Args:
+            folder: of the run.
+        """
+        self._folder = folder
+        self._due = time.monotonic() + EVERY_S
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the page if it is due."""
+        if time.monotonic() >= self._due:
+            self.write()
+
+    def rewind(self, done_steps: int) -> None:
+        """Does nothing: the page is made anew each time."""
+
+    def write(self) -> None:
+        """Writes the page."""
+        began = time.monotonic()
+        write_page([self._folder], self._folder / REPORT)
+        ended = time.monotonic()
+        self._due = ended + max(EVERY_S, (ended - began) / SHARE)
+
+    def close(self) -> None:
+        """Writes the page a last time."""
+        self.write()

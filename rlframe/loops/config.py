@@ -152,7 +152,9 @@ class SamplesConfig:
         if len(set(self.keep)) < len(self.keep):
             raise SettingError("keep", "must name each choice once", got=[str(each) for each in self.keep])
         if Keep.ALL in self.keep and len(self.keep) > 1:
-            raise SettingError("keep", "must be [all] alone, which has the others", got=[str(each) for each in self.keep])
+            raise SettingError(
+                "keep", "must be [all] alone, which has the others", got=[str(each) for each in self.keep]
+            )
         if self.trainer_logprobs and not self.keep:
             raise SettingError("trainer_logprobs", "has no effect with keep=[]; remove it", got="true")
 

@@ -30,9 +30,7 @@ class Timeline:
         """
         end = time.time()
         role = getattr(on, "role", DRIVER)
-        self._phases.append(
-            {"name": name, "role": role, "start_s": round(end - seconds, 3), "end_s": round(end, 3)}
-        )
+        self._phases.append({"name": name, "role": role, "start_s": round(end - seconds, 3), "end_s": round(end, 3)})
 
     def write(self, step: int) -> None:
         """Writes the phases since the last call, as those of a step. Times are in seconds since 1970."""

@@ -53,7 +53,9 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
     rollout.audit = weight_sync.audit_if_due
     metrics = parts.metrics()
-    phase = Phases(sharing=sharing(parts, models_trained, rollout), announce=metrics.announce, ended=metrics.timeline.ended)
+    phase = Phases(
+        sharing=sharing(parts, models_trained, rollout), announce=metrics.announce, ended=metrics.timeline.ended
+    )
     scorer = models.scorer(parts, placement, phase)
     ledger = Ledger(parts.folder, done_steps=parts.done_steps or 0)
     leases = Leases(prompts, ledger, curriculum=prompts if config.data.curriculum else None)

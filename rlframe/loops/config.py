@@ -137,7 +137,8 @@ class Keep(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class SamplesConfig:
-    """Settings of the attempts that are kept token by token in `samples/`, for report.html and rlframe.tools.rollouts."""
+    """Settings of the attempts that are kept token by token in `samples/`, for report.html and
+    rlframe.tools.rollouts."""
 
     keep: list[Keep] = field(default_factory=lambda: [Keep.BEST, Keep.WORST, Keep.RANDOM])
     """Choices of attempts of each step: first, random, best, worst, or all. [] keeps none."""

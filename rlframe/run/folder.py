@@ -51,7 +51,8 @@ its results. Another layout sums in another order, so that numbers agree up to r
 
 def claim(run: RunConfig, overrides: Sequence[str] = ()) -> FolderLock:
     """Creates the run's folder if needed and returns its lock. Writes the resolved configuration to `config.yaml`, what
-    the command set beyond its config file to `overrides.yaml`, and the run's identity to `run.json`. The folder belongs to this process until the lock is closed.
+    the command set beyond its config file to `overrides.yaml`, and the run's identity to `run.json`. The folder belongs
+    to this process until the lock is closed.
 
     A folder with the same configuration is a run to resume. Settings of FREE_ON_RESUME may differ, such as `steps`,
     `cluster.*` and `train.parallel`.

@@ -26,10 +26,13 @@ def times(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for each, own in zip(phases, _own_seconds(phases), strict=True):
             busy[each["role"]][each["name"]] += own
     roles = [
-        {"role": role, "phases": {name: round(value, 3) for name, value in sorted(own.items(), key=lambda one: -one[1])},
-         "idle_s": round(max(0.0, whole - sum(own.values())), 3)}
+        {
+            "role": role,
+            "phases": {name: round(value, 3) for name, value in sorted(own.items(), key=lambda one: -one[1])},
+            "idle_s": round(max(0.0, whole - sum(own.values())), 3),
+        }
         for role, own in sorted(busy.items())
-    ]  # fmt: skip
+    ]
     drawn = read if len(read) <= FIRST_STEPS + LAST_STEPS else [*read[:FIRST_STEPS], *read[-LAST_STEPS:]]
     return {"roles": roles, "seconds": round(whole, 3), "steps": [dict(line) for line in drawn]}
 

@@ -17,12 +17,12 @@ MOST_OF_ONE = 64
 
 
 def attempts(output: Path, *, most_bytes: int = MOST_BYTES) -> list[dict[str, Any]]:
-    """Returns the kept attempts of steps that are spread evenly over the run, by step. The first and the last step are
-    among them; then more steps between them, as long as there is room."""
+    """Returns the kept attempts of steps that are spread evenly over the run, by step. The last and the first step come
+    first; then those halfway between, as long as there is room."""
     files = sample_files(output)
     found: dict[int, list[dict[str, Any]]] = {}
     left = most_bytes
-    for place in spread(len(files))[:MOST_FILES] if len(files) > MOST_FILES else spread(len(files)):
+    for place in spread(len(files))[:MOST_FILES]:
         records: list[dict[str, Any]] = []
         for record in read_samples(files[place][2]):
             # Files compress one by one, a little less than all together.

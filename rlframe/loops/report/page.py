@@ -20,6 +20,7 @@ from rlframe.loops.report.curves import curves
 from rlframe.loops.report.ended import ended
 from rlframe.loops.report.files import flat, json_lines, read_yaml, settings_of
 from rlframe.loops.report.times import times
+from rlframe.loops.reporting.samples import sample_files
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.files import write_whole
 from rlframe.utils.text import printable
@@ -71,6 +72,7 @@ def run_of(output: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
         "times": times(json_lines(output / "timeline.jsonl")),
         "warnings": warnings(output),
         "attempts": attempts(output, most_bytes=most_bytes),
+        "sampled_steps": len({step for step, _, _ in sample_files(output)}),
         "ended": ended(output),
     }
 

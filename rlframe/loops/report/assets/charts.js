@@ -1,6 +1,6 @@
 // Curves, drawn by Plotly once they come into view.
 
-const PALETTE = ["#2f6fde", "#e07b39", "#2a9d6f", "#b84fb8", "#c9a227", "#4aa8c0", "#d1495b", "#7a6ff0", "#6b8e23", "#8d6e63"];
+const PALETTE = ["#4080ec", "#e07b39", "#2a9d6f", "#b84fb8", "#c9a227", "#4aa8c0", "#d1495b", "#7a6ff0", "#6b8e23", "#8d6e63"];
 const drawn = new Map();
 const waiting = new Map();
 const seen = new IntersectionObserver((entries) => {

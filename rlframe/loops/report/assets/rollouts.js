@@ -101,7 +101,8 @@ function rolloutsTab() {
   }
   function fill() {
     found = matching(run);
-    count.textContent = `${found.length} of ${run.attempts.length}`;
+    count.textContent = `${found.length} of ${run.attempts.length}` + (steps.length - 1 < run.sampled_steps
+      ? `, of ${steps.length - 1} steps out of ${run.sampled_steps}: python -m rlframe.tools.rollouts has all` : "");
     list.replaceChildren(...found.map((each) => el("button", { class: "item", onclick: () => open(each) },
       el("span", { class: "reward" }, number(each.reward, 3)), ` ${each.kind === "training" ? "step" : "evaluation at"} ${each.step}`, el("span", { class: "quiet" }, `  ${each.id.slice(0, 40)}`),
       el("span", { class: "text" }, each.response || each.prompt))));

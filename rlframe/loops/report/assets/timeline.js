@@ -1,6 +1,6 @@
 // Where the time of a run went: by step, and by role with the time in which it waited.
 
-const PHASE_COLOURS = { rollout: "#e07b39", reward: "#c9a227", train: "#2f6fde", weight_sync: "#2a9d6f", evaluation: "#b84fb8",
+const PHASE_COLOURS = { rollout: "#e07b39", reward: "#c9a227", train: "#4080ec", weight_sync: "#2a9d6f", evaluation: "#b84fb8",
   checkpoint: "#8d6e63", reference: "#4aa8c0", old_logprobs: "#7a6ff0", other: "#8a94a3", probe: "#6b8e23", samples: "#d1495b",
   account: "#b8b04a", record: "#a0785a", data: "#c9a227", proof: "#5f8f8f", values: "#9a6fb0", critic: "#5b7fbf", teacher: "#5fb0a0" };
 

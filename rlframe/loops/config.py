@@ -128,9 +128,9 @@ class Keep(StrEnum):
     RANDOM = "random"
     """Any, the same ones in a run that is done again."""
     BEST = "best"
-    """Those with the highest reward, among equals those with the greatest advantage."""
+    """The ones with the highest reward, among equals the ones with the greatest advantage."""
     WORST = "worst"
-    """Those with the lowest reward, among equals those with the smallest advantage."""
+    """The ones with the lowest reward, among equals the ones with the smallest advantage."""
     ALL = "all"
     """All of them."""
 
@@ -175,8 +175,10 @@ class LoggingConfig:
     samples_per_step: Annotated[int, Range(0, 10**6)] = 4
     """Number of rollouts written to samples.jsonl in each step."""
     samples: SamplesConfig = field(default_factory=SamplesConfig)
+    """The attempts that are kept token by token."""
     report: bool = True
-    """Whether to write report.html, about every minute and at the end. Needs the extra `report`."""
+    """Whether to write report.html, after the first step, about every minute and at the end. Needs the extra
+    `report`."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -1,4 +1,4 @@
-"""Where the data of a run ended: trained on, thrown away for a reason, or under way."""
+"""The ends of a run's data: trained on, thrown away for a reason, or under way."""
 
 from collections import Counter
 from pathlib import Path
@@ -20,7 +20,7 @@ REASONS = {
     DropReason.MASKED: "the environment said that it must not be trained on",
     DropReason.UNSUCCESSFUL: "too few attempts became rollouts",
 }
-"""What each reason means, in a few words."""
+"""Meanings of the reasons, in a few words."""
 
 
 def ended(output: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the metrics that matter most mean, in the order in which a person should look at them."""
+"""Meanings of the metrics that matter most, in the order in which a person should look at them."""
 
 MEANINGS = {
     "reward/mean": "Mean reward of the attempts of a step. It should rise.",
@@ -9,7 +9,8 @@ MEANINGS = {
     "train/entropy_nats": "How undecided the policy is at each token. Near 0 it no longer explores.",
     "train/kl_nats": "How far the policy has moved from the reference, per token.",
     "rollout/logprob_gap_mean_nats": "Mean difference between the trainer's and the engine's log-probability of the "
-    "same token. It should stay small and flat; if it grows, the engines sample from another model than is trained.",
+    "same token. It should stay small and flat; if it grows, the engines sample from another model than is trained. In "
+    "asynchronous runs it is also the age of their weights.",
     "rollout/logprob_gap_max_nats": "Greatest difference between trainer and engine at any token.",
     "rollout/response_tokens_mean": "Mean length of a response. A sudden rise is often a way to game the reward.",
     "rollout/truncated_fraction": "Share of responses that were cut off at the token limit.",

@@ -13,7 +13,8 @@ SHARE = 0.01
 
 
 class Refresh:
-    """Writes the page at most every minute, and more rarely where that would take more than 1 % of the time."""
+    """Writes the page after the first step and then at most every minute, more rarely where that would take more than
+    1 % of the time."""
 
     def __init__(self, folder: Path):
         """
@@ -21,7 +22,7 @@ class Refresh:
             folder: of the run.
         """
         self._folder = folder
-        self._due = time.monotonic() + EVERY_S
+        self._due = time.monotonic()
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the page if it is due."""

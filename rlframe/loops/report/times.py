@@ -1,4 +1,4 @@
-"""Where the time of a run went, by role and phase."""
+"""The time of a run, by role and phase."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -40,7 +40,7 @@ class Chosen:
     places: dict[int, list[str]]
     """The choices that keep a rollout, by its place among `rollouts`."""
     batch: TrainBatch | None = None
-    """What the step trains on, in the order of `rollouts`. None for an evaluation."""
+    """The batch that the step trains on, in the order of `rollouts`. None for an evaluation."""
     trainer_logprobs: dict[int, Float[Tensor, " L"]] = field(default_factory=dict)
     """[L] nats of the trainer, by place."""
 

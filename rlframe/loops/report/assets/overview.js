@@ -59,9 +59,9 @@ function overviewTab() {
 // What distinguishes the runs, and where they ended.
 function comparison(names) {
   const runs = state.data.runs;
-  const keys = differingKeys(runs).filter((key) => !["output", "name"].includes(key));
-  const heads = ["run", ...keys, "steps", ...names];
-  const rows = runs.map((run) => [run.label, ...keys.map((key) => value(run.settings[key])), run.done,
-    ...names.map((name) => lastOf(run, name))]);
-  return el("div", { class: "card" }, table(heads, rows), el("p", { class: "quiet" }, "Metrics are those of the last step that has them."));
+  const keys = differingKeys(runs).filter((key) => !/^(output|name|steps|logging\..*)$/.test(key));
+  const rows = [["steps done", ...runs.map((run) => run.done)], ...names.map((name) => [name, ...runs.map((run) => lastOf(run, name))]),
+    ...keys.map((key) => [el("code", { class: "differs" }, key), ...runs.map((run) => value(run.settings[key]))])];
+  return el("div", { class: "card compared" }, table(["", ...runs.map((run) => run.label)], rows),
+    el("p", { class: "quiet" }, "Metrics are those of the last step that has them. Below them are the settings that differ."));
 }

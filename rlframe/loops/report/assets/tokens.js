@@ -79,13 +79,29 @@ function turnsOf(tokens) {
   return found;
 }
 
+// Returns the places of tokens that have a part of the text, which may reach over several of them.
+function placesOf(tokens, search) {
+  const found = new Set();
+  if (!search) return found;
+  const pieces = tokens.pieces.map((piece) => piece.toLowerCase());
+  const text = pieces.join("");
+  let place = 0;
+  let start = 0;
+  for (let at = text.indexOf(search); at >= 0; at = text.indexOf(search, at + search.length)) {
+    while (start + pieces[place].length <= at) start += pieces[place++].length;
+    for (let next = place, reach = start; reach < at + search.length; reach += pieces[next++].length) found.add(next);
+  }
+  return found;
+}
+
 function tokenView(tokens, by, search, onChoose) {
   const found = tokenColours(tokens, by);
+  const hits = placesOf(tokens, search);
   return turnsOf(tokens).map(({ kind, places, turn }, index) => el("div", { class: kind ? "turn policy" : "turn" },
     el("div", { class: "quiet" }, `${kind ? `policy, turn ${turn + 1}` : index ? "environment" : "prompt"}, ${places.length} tokens`),
     el("div", { class: "tokens" }, places.map((place) => {
-      const hit = search && tokens.pieces[place].toLowerCase().includes(search);
-      return el("span", { style: `background:${found[place]}`, "data-place": place, class: hit ? "found" : null, onmouseover: () => onChoose(place, false) },
+      const mouse = () => onChoose(place, false);
+      return el("span", { style: `background:${found[place]}`, "data-place": place, class: hits.has(place) ? "found" : null, onmouseover: mouse },
         visible(tokens.pieces[place]));
     }))));
 }

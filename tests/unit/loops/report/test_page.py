@@ -144,12 +144,13 @@ def test_pages_during_a_run_are_rare_and_the_last_one_is_whole(tmp_path: Path, m
     monkeypatch.setattr("rlframe.loops.report.refresh.time.monotonic", lambda: now)
     refresh = Refresh(output)
     refresh(1, {})
-    assert not (output / "report.html").exists()
-    now += EVERY_S
-    refresh(2, {})
     (output / "report.html").unlink()
     now += EVERY_S - 1
-    refresh(3, {})
+    refresh(2, {})
     assert not (output / "report.html").exists()
+    now += 1
+    refresh(3, {})
+    assert (output / "report.html").exists()
+    (output / "report.html").unlink()
     refresh.close()
     assert (output / "report.html").exists()

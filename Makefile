@@ -8,6 +8,7 @@
 #   with vLLM.
 # test-thorough: before a release. Further cells of what test has: sweeps, other layouts, other moments to die, and runs.
 # test-mutations: plants every fault of tests/mutations/catalogue; each must be noticed by its test.
+# docs: builds the site of docs/ into build/site, strictly and without a network.
 # durations: on a machine that does nothing else; runs the tests of `test` and writes what each file takes.
 export OMP_NUM_THREADS ?= 1
 # The tests start a hundred processes, which would all compile the package anew.
@@ -21,7 +22,7 @@ PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder -n 3
 USUAL = -m "not thorough and not engine"
 FIRST = -m "not thorough and not engine and not later"
 
-.PHONY: check durations lint test test-all test-engines test-mutations test-quick test-sglang test-thorough
+.PHONY: check docs durations lint test test-all test-engines test-mutations test-quick test-sglang test-thorough
 
 # What is checked by one process alone runs beside the tests.
 check:
@@ -41,6 +42,9 @@ test-quick:
 
 test-all:
 	$(PYTEST) $(USUAL) $(ALL)
+
+docs:
+	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet --config-file docs/site/mkdocs.yml
 
 durations:
 	RLFRAME_TESTS_QUIET=1 $(PYTEST) $(USUAL) -p tests.durations $(ALL)

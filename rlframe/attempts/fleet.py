@@ -2,8 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar, TypeVarTuple
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -99,12 +100,16 @@ class Attempts:
         self, groups: Sequence[Group], *, step: int, again: int = 0, sampling: SamplingParams | None = None
     ) -> dict[str, Ended]:
         """Runs attempts at `groups`, which hold only prompts, and returns how each ended, by its id."""
+        return self.run_all([self.task(group, step=step, again=again, sampling=sampling) for group in groups])
+
+    def run_all(self, tasks: Sequence[Task]) -> dict[str, Ended]:
+        """Runs attempts at the groups of tasks, and returns how each ended, by its id."""
         found: dict[str, Ended] = {}
-        names = {group.id for group in groups}
+        names = {task.group.id for task in tasks}
         with self._resumed():
-            self.start([self.task(group, step=step, again=again, sampling=sampling) for group in groups])
+            self.start(list(tasks))
             with self.waiting():
-                while len(found) < len(groups):
+                while len(found) < len(tasks):
                     for ended in self.look(wait_s=POLL_S):
                         (found if ended.group.id in names else self._kept)[ended.group.id] = ended
         self.audit()
@@ -118,6 +123,22 @@ class Attempts:
         yield
         if paused:
             self._kept |= {ended.group.id: ended for ended in self.pause()[1]}
+
+    def stream(self, tasks: Iterable[Task], *, most_open: int) -> Iterator[list[Group]]:
+        """Runs attempts at the groups of tasks, of which at most `most_open` are under way, and yields groups when they
+        have ended. The limit of a wait begins anew with each."""
+        left, num_open = iter(tasks), 0
+        while True:
+            if more := list(islice(left, most_open - num_open)):
+                self.start(more)
+                num_open += len(more)
+            if not num_open:
+                break
+            with self.waiting():
+                ended = self.next()
+            num_open -= len(ended)
+            yield [each.group for each in ended]
+        self.audit()
 
     def finish(self, names: Collection[str]) -> dict[str, Ended]:
         """Waits for groups of tasks aside, which all may begin now, and returns how each ended, by its id."""

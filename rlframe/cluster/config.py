@@ -1,12 +1,18 @@
 """Settings of the cluster. Imports no ray."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
+from rlframe.cluster.runtime_env import RuntimeEnvConfig
 from rlframe.utils.bounds import Range, Seconds, check_bounds
 from rlframe.utils.errors import SettingError
 
+ADDRESS = "RAY_ADDRESS"
+"""Environment variable with the address of a Ray cluster."""
+LOCAL = "local"
+"""Address that means a Ray of this run's own, as in `ray.init`."""
 FLOOR_STALLS = 5.0
 """Least limit of a phase, in units of stall_warning_s, so that several warnings precede the end of a run."""
 
@@ -15,9 +21,17 @@ class Device(StrEnum):
     """The hardware that a rank runs on."""
 
     AUTO = "auto"
-    """cuda if this machine has it, else cpu."""
+    """cuda if this machine has it, or a node of the joined cluster, else cpu."""
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class Preflight(StrEnum):
+    """Whether memory is predicted before a run starts."""
+
+    AUTO = "auto"
+    """A run that cannot fit is refused."""
+    OFF = "off"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,9 +42,15 @@ class ClusterConfig:
     """Ray cluster to join (`auto` or host:port). null joins RAY_ADDRESS if that is set, and otherwise starts Ray on
     this machine."""
     device: Device = Device.AUTO
-    """The hardware that each rank runs on."""
+    """The hardware that each rank runs on. On a joined cluster auto is cuda if any node declares a GPU, whatever this
+    machine has."""
+    runtime_env: RuntimeEnvConfig = field(default_factory=RuntimeEnvConfig)
+    """What every worker's process gets besides what its node gives it."""
     colocate: bool = True
     """Whether policy ranks and engines share devices and take turns. Otherwise engines get devices of their own."""
+    preflight: Preflight = Preflight.AUTO
+    """Whether a run is refused before it starts if its memory, predicted as by `python -m rlframe.tools.plan`, cannot
+    fit the devices of this machine. off starts it in any case."""
     stall_warning_s: Seconds = 60.0
     """Seconds without progress of a phase after which a warning is logged, and again after twice that time, and so on.
     It names the late workers, their states, collectives, last actions and stacks. The run continues."""
@@ -62,3 +82,9 @@ class ClusterConfig:
                 "phase_timeout_factor would have no effect",
                 hint="lower stall_warning_s",
             )
+
+    @property
+    def joins(self) -> str | None:
+        """The address of the Ray cluster that the run joins. None if it starts Ray on this machine."""
+        address = self.address or os.environ.get(ADDRESS)
+        return None if address == LOCAL else address or None

@@ -3,6 +3,9 @@
 import pathlib
 from dataclasses import dataclass
 
+LOOPBACK = "127.0.0.1"
+"""Address of a node that no other machine reaches."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
@@ -25,4 +28,6 @@ class WorkerInfo:
         return pathlib.Path(self.log)
 
     def __str__(self) -> str:
-        return f"{self.role} rank {self.rank} (pid {self.pid} on {self.host})"
+        # Machines of a cluster may share a name, or have one that only they know.
+        place = self.host if self.address in ("", LOOPBACK) else f"{self.host}, {self.address}"
+        return f"{self.role} rank {self.rank} (pid {self.pid} on {place})"

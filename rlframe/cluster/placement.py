@@ -1,5 +1,7 @@
 """Placement of roles on devices: one Ray placement group with one bundle per device."""
 
+import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +13,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rlframe.cluster.roles import ENGINES, POLICY, Place, Topology
 from rlframe.utils.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+LOOK_S = 0.5
+"""Seconds between two looks at the devices of a cluster that may grow."""
 TAKEN = 0.9
 """Fraction of a device that its actors request from Ray together, each an equal share. The intended actors fit, and a
 further one does not fit by accident."""
@@ -89,26 +94,38 @@ class Placement:
         """The slots of the engines. Empty if nothing is sampled."""
         return self.slots.get(ENGINES, [])
 
+    @property
+    def nodes(self) -> set[str]:
+        """Ray's ids of the nodes of the run's devices."""
+        return {bundle.node for slots in self.slots.values() for each in slots for bundle in each.bundles}
+
     def release(self) -> None:
         """Gives the devices back. A joined cluster would otherwise keep them reserved."""
         remove_placement_group(self.group)
 
 
-def reserve(topology: Topology, *, gpu: bool, timeout_s: float) -> Placement:
+def reserve(topology: Topology, *, gpu: bool, timeout_s: float, growing: bool = False) -> Placement:
     """Reserves one bundle per device, close together, and assigns them to the roles.
+
+    Args:
+        growing: whether nodes may still join, and are waited for.
 
     Raises:
         ConfigError: the cluster has too few devices, they were not free within timeout_s seconds, or no node has enough
             for an engine.
     """
     count = topology.num_devices
-    wanted = f"{topology} need {count} {'GPU' if gpu else 'CPU'} devices"
-    available = ray.cluster_resources().get("GPU" if gpu else "CPU", 0)
+    deadline = time.monotonic() + timeout_s
+    kind = "GPU" if gpu else "CPU"
+    wanted = f"{topology} need {count} {kind} devices"
+    if growing:
+        wait_for_devices(kind, count, wanted=wanted, timeout_s=timeout_s)
+    available = ray.cluster_resources().get(kind, 0)
     if available < count:
         raise ConfigError([f"{wanted}, but the cluster has {available:g}; use a smaller layout or a larger cluster"])
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if gpu else {})
     group = placement_group([bundle] * count, strategy="PACK")
-    if not group.wait(timeout_s):
+    if not group.wait(max(LOOK_S, deadline - time.monotonic())):
         remove_placement_group(group)
         raise ConfigError(
             [
@@ -131,6 +148,19 @@ def reserve(topology: Topology, *, gpu: bool, timeout_s: float) -> Placement:
     shares = divide(dealt)
     slots = {role: [slot(group, own, bundles, shares) for own in devices] for role, devices in dealt.items()}
     return Placement(slots=slots, group=group)
+
+
+def wait_for_devices(kind: str, count: int, *, wanted: str, timeout_s: float) -> None:
+    """Waits until the cluster has so many devices, at most timeout_s seconds. Its nodes may start one by one."""
+    deadline, told = time.monotonic() + timeout_s, -1.0
+    while (available := ray.cluster_resources().get(kind, 0)) < count and time.monotonic() < deadline:
+        if available != told:
+            logger.warning(
+                "%s, and the cluster has %g so far; waiting up to %g s for more nodes (cluster.start_timeout_s)",
+                wanted, available, timeout_s,
+            )  # fmt: skip
+            told = available
+        time.sleep(LOOK_S)
 
 
 def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) -> list[Bundle]:

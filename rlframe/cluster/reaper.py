@@ -8,6 +8,7 @@ of the driver could do.
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +83,9 @@ def reaping(warning_s: float) -> Iterator[Reaper]:
 def main() -> None:
     """Watches the process with the first pid until it ends or closes the pipe. The processes with the other pids
     existed before and are spared."""
+    # `ray job stop` signals each process under the job, and this one has work to do after them.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     run, warning_s, before = psutil.Process(int(sys.argv[1])), float(sys.argv[2]), [*map(int, sys.argv[3:])]
     known: set[psutil.Process] = set()
     beaten_s: float | None = None

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from typing import Any
 
 import ray
 from ray._private import ray_constants
@@ -18,7 +19,7 @@ from ray._raylet import (
     get_authentication_mode,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
-from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.config import LOCAL, ClusterConfig
 from rlframe.cluster.watch.reach import refusal
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -61,14 +62,15 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     restore_handlers = keep_handlers()
-    address = config.address or os.environ.get("RAY_ADDRESS")
+    address, environment = config.joins, config.runtime_env.for_ray()
     with nullcontext() if address else closed_to_others():
         if address:
-            join(address)
+            join(address, environment)
         else:
             with alone():
                 ray.init(
-                    address="local",
+                    address=LOCAL,
+                    runtime_env=environment,
                     num_cpus=max(num_devices, len(os.sched_getaffinity(0))),
                     include_dashboard=False,
                     log_to_driver=False,
@@ -81,8 +83,12 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
             ray.shutdown()
 
 
-def join(address: str) -> None:
-    """Connects to the Ray cluster at `address`. Raises ConfigError if no cluster answers there."""
+def join(address: str, environment: dict[str, Any]) -> None:
+    """Connects to the Ray cluster at `address`, whose workers get `environment`.
+
+    Raises:
+        ConfigError: no cluster answers there, or the Ray job that this process is gives workers another environment.
+    """
     if reason := refusal(address):
         raise ConfigError(
             [
@@ -93,7 +99,20 @@ def join(address: str) -> None:
             ]
         )
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
+    except ValueError as error:
+        if "Failed to merge the Job's runtime env" not in str(error):
+            raise
+        raise ConfigError(
+            [
+                Fault(
+                    "cluster.runtime_env",
+                    "has what the runtime environment of this Ray job has too",
+                    why=str(error).partition(" because ")[2] or str(error),
+                    hint="set each in one place: here, or with `ray job submit --runtime-env-json`",
+                )
+            ]
+        ) from error
     except ConnectionError as error:
         raise ConfigError(
             [

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlframe.cluster import memory
 from rlframe.cluster.info import WorkerInfo
+from rlframe.cluster.network import use_address
 from rlframe.cluster.watch.flight import write_flight
 from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
 from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, stack_file
@@ -34,14 +36,23 @@ class Worker:
         log_folder: str,
         num_threads: int,
         outside: Mapping[str, tuple[str, str]] | None = None,
+        folder: str | None = None,
     ):
         """Imports the files of components from outside the package, if there are any. Garbage is collected from the
-        first method on that does not start anything."""
+        first method on that does not start anything.
+
+        Args:
+            folder: the driver's working folder, in which relative paths then mean the same if this node has it; None
+                stays where Ray has started the process.
+        """
         garbage.hold()
+        if folder is not None and pathlib.Path(folder).is_dir():
+            os.chdir(folder)
         self.role, self.rank = role, rank
         self.log = pathlib.Path(log_folder) / f"{role}-{rank}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log = self.log.open("a", buffering=1)
+        self._log_begin = log.tell()
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         faulthandler.enable(log)
@@ -50,6 +61,7 @@ class Worker:
         page = begin_marks(mark_file(self.log))
         threading.Thread(target=answer_requests, args=(page, flight_file(self.log)), name="watch", daemon=True).start()
         self.set_threads(num_threads)
+        self.set_network()
         mark("start: the process runs")
         receive(outside or {})
 
@@ -65,6 +77,14 @@ class Worker:
         import torch  # noqa: PLC0415 - the driver imports this file for its names only
 
         torch.set_num_threads(num_threads)
+
+    @staticmethod
+    def set_network() -> None:
+        """Connects to other workers at the address that Ray knows of this node."""
+        import ray  # noqa: PLC0415 - a worker made without Ray (tests) does not need it
+
+        if ray.is_initialized():
+            use_address(ray.util.get_node_ip_address())
 
     def info(self) -> WorkerInfo:
         """Returns the location of this worker. It is the group's first call, which also waits for the constructor."""
@@ -91,6 +111,11 @@ def marked(method: Callable[..., Any]) -> Callable[..., Any]:
         mark(f"{name}: begun")
         try:
             return method(self, *arguments, **named)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            found = memory.named(error, role=self.role, rank=self.rank, call=name, log=self.log, begin=self._log_begin)
+            if found is error:
+                raise
+            raise found from error
         finally:
             count_call(-1)
             mark(f"{name}: done")

@@ -1,5 +1,6 @@
 """WorkerGroup: the Ray actors of one role. Waits for calls, and turns a death or a hang into a message."""
 
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlframe.cluster.info import WorkerInfo
+from rlframe.cluster.nodes import died, gone
 from rlframe.cluster.placement import Allocation, DriverNode
 from rlframe.cluster.watch.activities import Activity, waiting
 from rlframe.cluster.watch.flight import RING
@@ -107,6 +109,8 @@ class WorkerGroup(Generic[W_co]):
             log_folder=self.log_folder,
             num_threads=self._num_threads,
             outside=dict(SOURCES),
+            # Ray starts workers of another node where `ray start` was called there, unless it has copied a folder.
+            folder=None if "working_dir" in ray.get_runtime_context().runtime_env else os.getcwd(),
         )
 
     def ask(self, rank: int, method: Callable[[W_co, *Ts], T], *arguments: *Ts) -> "ray.ObjectRef[T]":
@@ -124,7 +128,9 @@ class WorkerGroup(Generic[W_co]):
 
         Raises:
             WorkerDied: the new actor died, or did not start within the limit.
+            NodeDied: its node is gone.
         """
+        self._check_nodes([rank])
         ray.kill(self.actors[rank])
         self.actors[rank] = self._actor(rank)
         (self._infos[rank],) = self.wait(
@@ -136,13 +142,23 @@ class WorkerGroup(Generic[W_co]):
 
         Raises:
             WorkerDied: a new actor died, or did not start within the limit.
+            NodeDied: the node of one is gone.
         """
+        self._check_nodes(range(len(self.slots)))
         self.stop()
         # Until the new actors have reported their locations, messages must not name the old ones.
         self._infos = []
         self.actors = [self._actor(rank) for rank in range(len(self.slots))]
         self._arriving = [actor.info.remote() for actor in self.actors]
         self._arrive("restart")
+
+    def _check_nodes(self, ranks: Iterable[int]) -> None:
+        """Raises NodeDied if the node of one of the ranks is gone. Ray would wait for it."""
+        ids = {bundle.node for rank in ranks for bundle in getattr(self.slots[rank], "bundles", ())}
+        if lost := gone(ids):
+            there = {node.id for node in lost}
+            names = [str(info) for info in self.infos if info.node_id in there]
+            raise died(lost, said=", ".join(names) or f"{self.role} cannot restart there")
 
     def deaths(self) -> list[WorkerDied]:
         """Returns an error for each actor whose process has ended, in rank order. Waits at most DEATH_NOTICE_S for busy

@@ -1,16 +1,23 @@
 """Composition: YAML groups and overrides into plain values."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from rlframe.config.overrides import rewritten
+from rlframe.config.overrides import quoted, rewritten
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
+
+REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
+"""Errors of Hydra for files and arguments that a user can mend."""
 
 
 def configs_folder() -> Path:
@@ -21,24 +28,103 @@ def configs_folder() -> Path:
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """Returns `arguments` in Hydra's grammar; see `overrides.rewritten`."""
-    groups = {path.name: path for path in configs_folder().iterdir() if path.is_dir()}
-    files = {name: sorted(file.stem for file in folder.glob("*.yaml")) for name, folder in groups.items()}
-    return rewritten(list(arguments), groups=files)
+    """Returns `arguments` of the program in Hydra's grammar; see `overrides.rewritten`.
+
+    Raises:
+        ConfigError: an argument that Hydra would refuse, or a configuration, group or choice that does not exist, with
+            the nearest name.
+    """
+    extra = option(arguments, "--config-dir", "-cd")
+    name = option(arguments, "--config-name", "-cn")
+    folders = config_folders(extra)
+    # A folder in the place of the package's: only Hydra knows what is in it.
+    if name is not None and option(arguments, "--config-path", "-cp") is None:
+        _check_name(name, folders)
+    return rewritten(list(arguments), groups=choices(folders))
 
 
-def composed(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def option(arguments: Sequence[str], *names: str) -> str | None:
+    """Returns the value of an option of the program, given as `--name value` or `--name=value`. None without it."""
+    for argument, after in zip_longest(arguments, arguments[1:]):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            return value if equals else after
+    return None
+
+
+def config_folders(extra: str | None) -> list[Path]:
+    """Returns the folders with YAML files, the first of which has precedence.
+
+    Args:
+        extra: the user's own, of `--config-dir`.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if extra is None:
+        return [configs_folder()]
+    own = Path(extra).expanduser()
+    if not own.is_dir():
+        raise ConfigError([Fault("--config-dir", "must be a folder", got=str(own.absolute()))])
+    return [own.resolve(), configs_folder()]
+
+
+def config_names(folders: Sequence[Path]) -> list[str]:
+    """Returns the names that `--config-name` may have, sorted."""
+    return sorted({file.stem for folder in folders for file in folder.glob("*.yaml") if file.stem != "base"})
+
+
+def choices(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """Returns the names of the files of each group, sorted."""
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for group in folder.iterdir():
+            if group.is_dir() and not group.name.startswith((".", "_")):
+                found.setdefault(group.name, set()).update(file.stem for file in group.glob("*.yaml"))
+    return {group: sorted(names) for group, names in sorted(found.items())}
+
+
+def _check_name(name: str, folders: Sequence[Path]) -> None:
+    stem = name.removesuffix(".yaml")
+    if any((folder / f"{stem}.yaml").is_file() for folder in folders):
+        return
+    known = config_names(folders)
+    where = " or ".join(map(str, folders))
+    rule = f"must name a file of {where}: {', '.join(known)}"
+    raise ConfigError([Fault("--config-name", rule, got=repr(name), hint=did_you_mean(stem, known))])
+
+
+def composed(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> dict[str, Any]:
     """Returns the values of `--config-name config_name` with `overrides`, as the command line would give them.
+
+    Args:
+        config_dir: a folder of the user's own YAML files, as after `--config-dir`.
 
     Raises:
         ConfigError: no such config, group or key.
     """
-    with initialize_config_dir(version_base="1.3", config_dir=str(configs_folder())):
+    folders = config_folders(config_dir)
+    _check_name(config_name, folders)
+    written = rewritten(list(overrides), groups=choices(folders))
+    if config_dir is not None:
+        written.append(f"hydra.searchpath=[{quoted(f'file://{configs_folder()}')}]")
+    with initialize_config_dir(version_base="1.3", config_dir=str(folders[0])):
         try:
-            found = compose(config_name, overrides=command_line(overrides))
-        except HydraException as error:
-            raise ConfigError([str(error)]) from error
+            found = compose(config_name, overrides=written)
+        except REFUSALS as error:
+            raise refusal(error) from error
     return to_values(found, config_name=config_name)
+
+
+def refusal(error: Exception) -> ConfigError:
+    """Returns what Hydra refuses, as a fault of the configuration."""
+    if isinstance(error, ConfigError):
+        return error
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        rule = f"must name a file of configs/{group}: {', '.join(error.options)}"
+        return ConfigError([Fault(group, rule, got=repr(name), hint=did_you_mean(name, error.options))])
+    return ConfigError([str(error)])
 
 
 def to_values(composed: DictConfig, *, config_name: str, output: str | None = None) -> dict[str, Any]:
@@ -53,5 +139,5 @@ def to_values(composed: DictConfig, *, config_name: str, output: str | None = No
     except OmegaConfBaseException as error:
         raise ConfigError([str(error)]) from error
     assert isinstance(values, dict)
-    name = values.get("name", config_name)
+    name = values.get("name", config_name.removesuffix(".yaml"))
     return {"name": name, "output": output or f"outputs/{name}"} | {str(key): value for key, value in values.items()}

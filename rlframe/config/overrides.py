@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 from rlframe.utils.bounds import shortened
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 
 ASSIGNMENT = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
 NAMES = re.compile(r"(?!(?i:null|true|false|nan|inf)\b)\[?[A-Za-z_][\w/.,*()\[\]-]*")
@@ -34,6 +35,9 @@ def rewritten(arguments: list[str], *, groups: Mapping[str, Sequence[str]]) -> l
         ConfigError: Hydra would reject an argument or read it as something else, with a sentence for each; or a key is
             given twice, as shorthand and in full.
     """
+    if {"-sc", "--shell_completion"} & set(arguments):
+        # `install=bash` is no setting.
+        return arguments
     if faults := [fault for argument in arguments for fault in _faults(argument, groups)]:
         raise ConfigError(faults)
     keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
@@ -57,10 +61,20 @@ def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[Faul
     elif key in groups and not NAMES.fullmatch(value):
         yield Fault(
             key,
-            f"must name a file of configs/{key}, {', '.join(groups[key])}",
+            f"must name a file of configs/{key}: {', '.join(groups[key])}",
             got=shortened(value),
             hint=f"~{key} removes the group",
         )
+    elif key in groups and (unknown := [name for name in _choices(value) if name not in groups[key]]):
+        near = did_you_mean(unknown[0], groups[key])
+        yield Fault(
+            key, f"must name a file of configs/{key}: {', '.join(groups[key])}", got=repr(unknown[0]), hint=near
+        )
+
+
+def _choices(value: str) -> list[str]:
+    """Returns the names in `grpo` or `grpo,rloo`. Other forms, such as `glob(*)`, are left to Hydra."""
+    return value.split(",") if re.fullmatch(r"[\w.,-]+", value) else []
 
 
 def depth(text: str) -> int:
@@ -80,8 +94,8 @@ def _rewritten(argument: str, groups: Mapping[str, Sequence[str]]) -> str:
     if _readable(prefix + value):
         return prefix + value
     if value.startswith("[") and value.endswith("]") and not set("[]{}'\"") & set(value[1:-1]):
-        return prefix + "[" + ",".join(_quoted(item) for item in value[1:-1].split(",")) + "]"
-    return prefix + _quoted(value)
+        return prefix + "[" + ",".join(quoted(item) for item in value[1:-1].split(",")) + "]"
+    return prefix + quoted(value)
 
 
 def _readable(override: str) -> bool:
@@ -93,7 +107,7 @@ def _readable(override: str) -> bool:
     return True
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Returns `text` in single quotes for Hydra, where only a backslash before a quote needs doubling."""
     escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"

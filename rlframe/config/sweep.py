@@ -8,7 +8,10 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig
+
+from rlframe.utils.age import program_began
 
 
 @dataclass(kw_only=True)
@@ -18,6 +21,7 @@ class Job:
     overrides: list[str]
     """The user's overrides, each in full: `key=value`."""
     started: float
+    """When it began, of `time.monotonic`. The first one began with the program."""
     output: str = ""
     """The run's folder. Empty if the job was refused."""
     results: dict[str, float] = field(default_factory=dict)
@@ -29,8 +33,10 @@ class Job:
     @classmethod
     def begin(cls) -> "Job":
         """Returns the job that Hydra has just started."""
-        overrides = [override.lstrip("+") for override in HydraConfig.get().overrides.task]
-        return cls(overrides=overrides, started=time.monotonic())
+        hydra = HydraConfig.get()
+        overrides = [override.lstrip("+") for override in hydra.overrides.task]
+        is_first = hydra.mode is not RunMode.MULTIRUN or hydra.job.num == 0
+        return cls(overrides=overrides, started=program_began() if is_first else time.monotonic())
 
     def end(self, results: dict[str, float], *, code: int = 0) -> None:
         """Records the results of a loop."""

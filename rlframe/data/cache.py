@@ -40,6 +40,8 @@ class Made(Generic[AnyItem]):
     held_out: list[AnyItem]
     dropped: dict[str, int]
     """Numbers of dropped items by reason."""
+    counted: dict[str, int]
+    """What the chat template does, by the name of its metric."""
     notes: dict[str, Any]
     """Data that the kind of data remembers, as plain JSON values."""
 
@@ -54,7 +56,7 @@ def cache_file(
     folder = cache_folder(config)
     if folder is None or not all(place.exists() for place in places):
         return None
-    settings = asdict(config) | {"shuffle": None, "cache_folder": None, "cache_gb": None}
+    settings = asdict(config) | {"shuffle": None, "cache_folder": None, "cache_gb": None, "num_processes": None}
     counted = any(entry.count is not None for entry in config.entries())
     # Names of files are part of ids and metrics; the seed decides which records a count keeps.
     decisive = [kind, settings, max_tokens, seed if counted else None, transformers.__version__]
@@ -95,6 +97,7 @@ def read(file: Path, item: type[AnyItem]) -> Made[AnyItem] | None:
         train=[items(rows) for rows in rest["train"]],
         held_out=items(rest["held_out"]),
         dropped=rest["dropped"],
+        counted=rest["counted"],
         notes=rest["notes"],
     )
 
@@ -111,6 +114,7 @@ def write(file: Path, made: Made[AnyItem], *, most_bytes: float) -> None:
         "train": [[_row(item) for item in rows] for rows in made.train],
         "held_out": [_row(item) for item in made.held_out],
         "dropped": made.dropped,
+        "counted": made.counted,
         "notes": made.notes,
     }
     buffer = io.BytesIO()

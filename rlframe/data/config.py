@@ -18,6 +18,10 @@ SHUFFLE_BUFFER = 10_000
 COUNT_SUFFIX = re.compile(r"(.+)#(\d+)")
 
 
+TEMPLATE_SETTINGS = frozenset({"chat_template", "chat_template_kwargs", "template_limit_s"})
+"""Fields of DataConfig that every kind of data with conversations uses."""
+
+
 def split_count(path: str) -> tuple[str, int | None]:
     """Returns `name#500` as ("name", 500); a path without a count as (path, None)."""
     match = COUNT_SUFFIX.fullmatch(path)
@@ -55,7 +59,7 @@ class DataConfig:
         str | list[str] | dict[str, float], PathText(), Range(above=0, maximum=10**9, note="the weight of a dataset")
     ] = "arithmetic"
     """One of the built-in `arithmetic`, `arithmetic_homework`, `arithmetic_preferences`, `arithmetic_unpaired`,
-    `arithmetic_answers`, `arithmetic_carries`, `multiplication`, `multiplication_homework` and
+    `arithmetic_answers`, `arithmetic_carries`, `arithmetic_questions`, `multiplication`, `multiplication_homework` and
     `reasoning_gym_homework`, tasks `reasoning_gym:NAME` or `verifiers:ID` (see reasoning_gym.py and verifiers.py in
     rlframe/data/builtin), a .jsonl, .json, .parquet or .txt file, a folder of such files, or a Hugging Face dataset
     `owner/name[:subset[:split]]`. A suffix `#500` trains on 500 records, chosen by the run's seed. A list of these is
@@ -83,6 +87,11 @@ class DataConfig:
     special_tokens_in_text: bool = False
     """Whether text of a record that reads like a special token, such as `<|im_end|>`, becomes that token, as if the
     chat template had written it. Otherwise it stays text."""
+    chat_template: Annotated[str | None, PathText()] = None
+    """Chat template in the place of the model's own, for prompts, training data, held-out records and turns of an
+    attempt: a Jinja file, or one that rlframe ships. chatml is that of Qwen without tools, for tokenizers with
+    <|im_start|> and <|im_end|>; plain writes `User: ...` and `Assistant: ...`, and needs an end-of-text token only.
+    Exported models have it too. null is the model's own."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Keyword arguments of the chat template, such as `{enable_thinking: false}`, for every conversation that is
     rendered: prompts, training data, held-out records and turns of an attempt. One that the template never reads is
@@ -95,6 +104,9 @@ class DataConfig:
     max_prompt_tokens: Annotated[int, Range(1, 1 << 24)] = 1024
     """Greatest number of tokens of a prompt. Longer prompts are dropped and counted. Sequences of offline training are
     limited as a whole, by `train.max_tokens_per_microbatch`."""
+    num_processes: Annotated[int | None, Range(1, 1024)] = None
+    """Number of processes that render and tokenise records. null is one for each 2000 conversations, at most one for
+    each core, or this process alone where it has several threads. Results do not depend on it."""
     cache_folder: Annotated[str | None, PathText()] = AUTO
     """Folder in which records of files above 32 MB, and the tokenised items of offline training, are kept for later
     runs with the same files, tokenizer, template, settings and code. auto is $XDG_CACHE_HOME/rlframe/data, or

@@ -5,17 +5,19 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerBase
 
-from rlframe.data.config import DataConfig
+from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.curriculum import By
 from rlframe.data.cursor import Cursor, Mixture, Walk, cursor_over
 from rlframe.data.ordered import RatedCursor, Stages, numbers_of, places_by_stage
+from rlframe.data.parallel import in_chunks, num_processes
 from rlframe.data.records import Record
 from rlframe.data.sources import at_most, from_evaluation_path, load
 from rlframe.data.storage.sequences import Joined, Lazy
@@ -23,34 +25,29 @@ from rlframe.data.storage.tables import spilled
 from rlframe.data.streaming import flow_over
 from rlframe.data.text.chat import encode, render
 from rlframe.data.text.conversations import Conversation, understand
+from rlframe.data.text.reasoning import as_read, is_left_out
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, by_attempt, reward_of
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
-AT_ONCE = 4096
-"""Number of conversations that are rendered and tokenised together, if they are not held as objects."""
 
 
 class PromptSource:
     """Prompts to train on, each exactly once per epoch, and those held out."""
 
-    settings = frozenset(
-        {
-            "prompt_key",
-            "answer_key",
-            "system_prompt",
-            "chat_template_kwargs",
-            "template_limit_s",
-            "max_prompt_tokens",
-            "cache_folder",
-            "cache_gb",
-            "curriculum",
-            "streaming",
-            "shuffle_buffer",
-        }
-    )
+    settings = TEMPLATE_SETTINGS | {
+        "prompt_key",
+        "answer_key",
+        "system_prompt",
+        "max_prompt_tokens",
+        "cache_folder",
+        "cache_gb",
+        "curriculum",
+        "streaming",
+        "shuffle_buffer",
+    }
     """Fields of DataConfig that online algorithms use, among those that not every kind of data uses."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int):
@@ -65,6 +62,8 @@ class PromptSource:
         """The cursors of a curriculum by pass rate."""
         self.dropped: Counter[str] = Counter()
         """Records left out, by reason. Of a streamed dataset so far."""
+        self.counted: Counter[str] = Counter()
+        """What the chat template does to conversations, by name."""
         self._cursor: Walk[Prompt]
         self._held_out: list[Prompt]
         if config.streaming:
@@ -72,7 +71,14 @@ class PromptSource:
         else:
             found = load(config, seed=seed, understand=understand)
             self.dropped = found.dropped
-            parts = [self._fitting(prompts_of(part, config, tokenizer=tokenizer), config) for part in found.train]
+            whole = [prompts_of(part, config, tokenizer=tokenizer) for part in found.train]
+            if left_out := sum(part.reasoning_left_out for part in whole):
+                self.counted["reasoning_left_out"] = left_out
+                logger.warning(
+                    "%s: the chat template leaves out the reasoning of %d earlier turns, as when it serves the model",
+                    config.what, left_out,
+                )  # fmt: skip
+            parts = [self._fitting(part, config) for part in whole]
             self._hold_out(found.held_out)
             self._cursor = self._walk(parts, config, seed=seed)
         among = " in the first window" if config.streaming else ""
@@ -229,6 +235,8 @@ class Part:
     token_ids: Sequence[ArrayLike]
     lengths: list[int]
     """Number of tokens of each prompt."""
+    reasoning_left_out: int = 0
+    """Number of turns whose reasoning the chat template leaves out."""
 
     def cursor(self, *, seed: int, shuffle: bool, numbers: Sequence[float] | None = None) -> Cursor[Prompt]:
         """Returns a walk over the prompts; see Cursor."""
@@ -275,24 +283,36 @@ def prompts_of(
     conversations: Sequence[Conversation], config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
 ) -> Part:
     """Returns the prompts of conversations, of any length, as objects if the conversations are."""
+
+    def work(places: range) -> list[Rendered]:
+        return rendered([conversations[place] for place in places], config, tokenizer=tokenizer)
+
+    processes = num_processes(config.num_processes, len(conversations))
+    found = chain.from_iterable(in_chunks(work, len(conversations), processes=processes))
     if isinstance(conversations, list):
-        made = make_prompts(conversations, config, tokenizer=tokenizer)
+        texts = list(found)
+        made = [
+            _prompt(conversation, text=one.text, token_ids=one.token_ids)
+            for conversation, one in zip(conversations, texts, strict=True)
+        ]
         return Part(
             prompts=made,
             ids=[prompt.id for prompt in made],
             token_ids=[prompt.input.token_ids for prompt in made],
             lengths=[len(prompt.input) for prompt in made],
+            reasoning_left_out=sum(one.reasoning_left_out for one in texts),
         )
     ids: list[str] = []
     lengths: list[int] = []
+    left_out = 0
 
     def rows() -> Iterator[dict[str, Any]]:
-        left = iter(conversations)
-        while few := list(islice(left, AT_ONCE)):
-            for prompt in make_prompts(few, config, tokenizer=tokenizer):
-                ids.append(prompt.id)
-                lengths.append(len(prompt.input))
-                yield {"text": prompt.text, "token_ids": prompt.input.token_ids}
+        nonlocal left_out
+        for one in found:
+            ids.append(one.id)
+            lengths.append(len(one.token_ids))
+            left_out += one.reasoning_left_out
+            yield {"text": one.text, "token_ids": one.token_ids}
 
     table = spilled(rows(), {"text": "large_string", "token_ids": "list of int32"})
 
@@ -306,17 +326,29 @@ def prompts_of(
         ids=ids,
         token_ids=Lazy(lambda place: table[place]["token_ids"], places),
         lengths=lengths,
+        reasoning_left_out=left_out,
     )
 
 
-def make_prompts(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """A prompt as text and tokens."""
+
+    id: str
+    text: str
+    token_ids: Int32[np.ndarray, " L"]
+    reasoning_left_out: int
+    """Number of earlier turns whose reasoning the template leaves out."""
+
+
+def rendered(
     conversations: Sequence[Conversation], config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
-) -> list[Prompt]:
-    """Returns a Prompt for each conversation, of any length."""
+) -> list[Rendered]:
+    """Returns text and tokens of each conversation's prompt, of any length."""
     texts = [
         render(
             tokenizer,
-            conversation.prompt,
+            as_read(conversation.prompt, tokenizer, where=conversation.record.where),
             config=config,
             generation_prompt=True,
             where=conversation.record.where,
@@ -325,8 +357,23 @@ def make_prompts(
         for conversation in conversations
     ]
     return [
-        _prompt(conversation, text=text.text, token_ids=token_ids)
+        Rendered(
+            id=conversation.id,
+            text=text.text,
+            token_ids=np.array(token_ids, dtype=np.int32),
+            reasoning_left_out=sum(is_left_out(message, text.text) for message in conversation.prompt),
+        )
         for conversation, text, token_ids in zip(conversations, texts, encode(tokenizer, texts), strict=True)
+    ]
+
+
+def make_prompts(
+    conversations: Sequence[Conversation], config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """Returns a Prompt for each conversation, of any length."""
+    return [
+        _prompt(conversation, text=one.text, token_ids=one.token_ids)
+        for conversation, one in zip(conversations, rendered(conversations, config, tokenizer=tokenizer), strict=True)
     ]
 
 

@@ -14,9 +14,11 @@ from rlframe.data import cache
 from rlframe.data.config import DataConfig
 from rlframe.data.cursor import Walk, cursor_over
 from rlframe.data.items import AnyItem, Item, tokens_of
+from rlframe.data.parallel import in_chunks, num_processes
 from rlframe.data.records import Record
 from rlframe.data.sources import Reading, at_most, from_evaluation_path, load
 from rlframe.data.streaming import flow_over
+from rlframe.data.text.turns import Encoded
 from rlframe.types.batch import Sequences
 from rlframe.types.supervised import Examples
 from rlframe.utils.errors import DataError
@@ -50,6 +52,8 @@ class TrainingSource(ABC, Generic[AnyItem]):
         """Names of the datasets that items come from."""
         self.dropped: Counter[str] = Counter()
         """Records and items left out, by reason. For a streamed dataset so far."""
+        self.counted: Counter[str] = Counter()
+        """What the chat template does to conversations, by the name of the metric. For a streamed dataset so far."""
         self._told: set[str] = set()
         self._cursor: Walk[AnyItem]
         self._held_out: list[AnyItem]
@@ -80,7 +84,20 @@ class TrainingSource(ABC, Generic[AnyItem]):
 
     def make(self, readings: Sequence[Any], channel: int) -> list[AnyItem]:
         """Returns the items of all readings from the entry `channel`, in their order."""
-        return [item for reading in readings for item in self.items(reading, channel)]
+
+        def work(places: range) -> tuple[list[AnyItem], Counter[str], Counter[str]]:
+            self.dropped, self.counted = Counter(), Counter()
+            made = [item for place in places for item in self.items(readings[place], channel)]
+            return made, self.dropped, self.counted
+
+        before, items = (self.dropped, self.counted), []
+        processes = num_processes(self.config.num_processes, len(readings))
+        for made, dropped, counted in in_chunks(work, len(readings), processes=processes):
+            items += made
+            before[0].update(dropped)
+            before[1].update(counted)
+        self.dropped, self.counted = before
+        return items
 
     @abstractmethod
     def items(self, reading: Any, channel: int) -> list[AnyItem]:
@@ -108,6 +125,18 @@ class TrainingSource(ABC, Generic[AnyItem]):
         until more are dealt."""
         return len(self._cursor)
 
+    def count(self, encoded: Encoded) -> None:
+        """Counts what the chat template does to a conversation."""
+        if (several := len(encoded.sequences)) > 1:
+            self.counted += Counter(rewritten_conversations=1, rewritten_sequences=several)
+        if encoded.reasoning_left_out:
+            self.counted["reasoning_left_out"] += encoded.reasoning_left_out
+
+    def metrics(self) -> dict[str, float]:
+        """Returns how many records and items are left out, and what the chat template does to conversations."""
+        counts = {"dropped": self.dropped.total(), **self.counted}
+        return {f"data/{name}": float(count) for name, count in counts.items()}
+
     def next(self, count: int) -> list[AnyItem]:
         """Deals the next `count` items, going on into the following epochs where one ends."""
         return self._cursor.next(count)
@@ -128,13 +157,14 @@ class TrainingSource(ABC, Generic[AnyItem]):
 
     def state(self) -> dict[str, Any]:
         """Returns where the walk stands, as plain JSON values."""
-        return self._cursor.state() | ({"dropped": dict(self.dropped)} if self.config.streaming else {})
+        counts = {"dropped": dict(self.dropped), "counted": dict(self.counted)} if self.config.streaming else {}
+        return self._cursor.state() | counts
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to the position of `state`. Raises DataError if it belongs to other data or another seed."""
         self._cursor.restore(state)
         if self.config.streaming:
-            self.dropped = Counter(state["dropped"])
+            self.dropped, self.counted = Counter(state["dropped"]), Counter(state.get("counted", {}))
 
     def _load(self, seed: int) -> None:
         """Takes all items from the cache if they are there."""
@@ -148,6 +178,7 @@ class TrainingSource(ABC, Generic[AnyItem]):
         else:
             logger.info("tokenised items from %s", file)
         self.dropped.update(made.dropped)
+        self.counted.update(made.counted)
         self.recall(made.notes)
         self._held_out = made.held_out
         self._cursor = cursor_over(
@@ -196,7 +227,8 @@ class TrainingSource(ABC, Generic[AnyItem]):
                 )
         held_out = self._fitting_held_out(found.held_out)
         dropped, self.dropped = found.dropped + self.dropped, Counter()
-        return cache.Made(train=train, held_out=held_out, dropped=dict(dropped), notes=notes)
+        counted, self.counted = self.counted, Counter()
+        return cache.Made(train=train, held_out=held_out, dropped=dict(dropped), counted=dict(counted), notes=notes)
 
     def _fitting_held_out(self, parts: Sequence[Sequence[Reading]]) -> list[AnyItem]:
         """Returns the items of what is held out, by channel."""
@@ -220,6 +252,20 @@ class TrainingSource(ABC, Generic[AnyItem]):
         if new := {reason: count for reason, count in self.dropped.items() if reason not in self._told}:
             self._told |= set(new)
             logger.warning("%s: left out so far: %s; data/dropped counts them", self.config.what, new)
+        if (split := self.counted["rewritten_conversations"]) and "rewritten" not in self._told:
+            self._told.add("rewritten")
+            logger.warning(
+                "%s: the chat template rewrites earlier turns of %d conversations so far, which become %d sequences, "
+                "as it serves them; data/rewritten_conversations and data/rewritten_sequences count them",
+                self.config.what, split, self.counted["rewritten_sequences"],
+            )  # fmt: skip
+        if (left_out := self.counted["reasoning_left_out"]) and "reasoning" not in self._told:
+            self._told.add("reasoning")
+            logger.warning(
+                "%s: the chat template leaves out the reasoning of %d earlier turns so far, as when it serves the "
+                "model; data/reasoning_left_out counts them",
+                self.config.what, left_out,
+            )  # fmt: skip
 
 
 def packed(items: Sequence[Item]) -> dict[str, torch.Tensor]:

@@ -1,11 +1,18 @@
 """Settings of the loop between steps: checkpoints, evaluations, logs."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
+from rlframe.types.rollout import SamplingParams
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
+
+HELD_OUT = "held_out"
+"""Name in results of the held-out prompts of `data`, whose metrics have no name."""
+SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class BestMode(StrEnum):
@@ -99,9 +106,96 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ResponsesConfig:
+    """Settings of sampling responses that nothing is trained on. Stop strings are those of rollout.stop."""
+
+    samples_per_prompt: Annotated[int, Range(1, 65536)] = 1
+    """Number n of responses to each prompt."""
+    temperature: Annotated[float, Range(0, 100, note="0: greedy")] = 0.0
+    """Divisor of the logits. 0 takes the most likely token each time."""
+    top_p: Annotated[float, Range(above=0, maximum=1)] = 1.0
+    """Probability of the smallest set of most likely tokens that sampling is restricted to. 1 keeps all tokens."""
+    top_k: Annotated[int, Range(0, 1 << 24, note="0: all")] = 0
+    """Number of most likely tokens that sampling is restricted to. 0 keeps all tokens."""
+    max_tokens: Annotated[int, Range(1, 1 << 24)] | None = None
+    """Greatest number of tokens of a response. null means rollout.max_tokens."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.temperature > 0:
+            return
+        for name, value, default in (
+            ("samples_per_prompt", self.samples_per_prompt, 1),
+            ("top_p", self.top_p, 1.0),
+            ("top_k", self.top_k, 0),
+        ):
+            if value != default:
+                raise SettingError(
+                    name,
+                    f"must be {default} with temperature=0",
+                    got=value,
+                    why="greedy responses to a prompt are all the same",
+                    hint="set temperature above 0",
+                )
+
+    def sampling(self, *, max_tokens: int, stop: Sequence[str]) -> SamplingParams:
+        """Returns the sampling parameters.
+
+        Args:
+            max_tokens: limit where these settings have none.
+            stop: strings that end a response.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
+            stop=tuple(stop),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerationConfig(ResponsesConfig):
+    """Settings of mode=generate, which writes responses to all prompts of data.path."""
+
+    temperature: Annotated[float, Range(0, 100, note="0: greedy")] = 1.0
+    """Divisor of the logits. 0 takes the most likely token each time."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluationSetConfig(ResponsesConfig):
+    """A set of prompts to evaluate."""
+
+    path: Annotated[str | list[str], PathText()]
+    """Records in the forms of data.path, or a list of these. All are evaluated, or of each with a suffix `#500` so
+    many, the same ones for every seed. Of a built-in dataset these are the held-out records."""
+    prompt_key: str | None = None
+    """Field of the prompt. null means data.prompt_key."""
+    answer_key: str | None = None
+    """Field of the answer. null means data.answer_key."""
+    system_prompt: str | None = None
+    """System message of conversations that have none of their own. null means data.system_prompt."""
+    solved_reward: Annotated[float, Range(-(10**6), 10**6)] = 1.0
+    """Least reward of an attempt that counts as solved, for pass@k. Only with samples_per_prompt above 1."""
+
+    def __post_init__(self) -> None:
+        ResponsesConfig.__post_init__(self)
+        if self.samples_per_prompt == 1 and self.solved_reward != 1:
+            raise SettingError(
+                "solved_reward",
+                "has no effect with samples_per_prompt=1, which gives no pass@k",
+                got=self.solved_reward,
+                hint="remove it",
+            )
+
+
+@dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    """Settings of evaluations. Online: greedy responses to held-out prompts. Offline: metrics of the loss on held-out
-    items."""
+    """Settings of evaluations. Online: greedy responses to held-out prompts, and responses to the prompts of `sets`.
+    Offline: metrics of the loss on held-out items."""
+
+    sets: dict[str, EvaluationSetConfig] = field(default_factory=dict)
+    """Further sets of prompts to evaluate, by their name in metrics: evaluation/NAME/reward_mean. Online only."""
 
     every_steps: Annotated[int, Range(0, 10**9, note="0: only before and after")] = 0
     """Number of steps between two evaluations. 0 evaluates only before the first and after the last step."""
@@ -118,6 +212,14 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        for name in self.sets:
+            if name == HELD_OUT or not SET_NAME.fullmatch(name):
+                raise SettingError(
+                    "sets",
+                    f"must have names of letters, digits, dots, dashes and underscores, other than {HELD_OUT}, that of "
+                    "the held-out prompts of data",
+                    got=repr(name),
+                )
 
 
 class Keep(StrEnum):
@@ -167,13 +269,24 @@ class LoggingConfig:
     tensorboard: bool = True
     """Whether to write TensorBoard event files to `tensorboard/`."""
     wandb_project: str | None = None
-    """Weights & Biases project. null disables it."""
+    """Weights & Biases project. null disables it. WANDB_MODE=offline writes files that `wandb sync` uploads."""
+    wandb_entity: str | None = None
+    """User or team of the project. null means the default of the account."""
     mlflow_experiment: str | None = None
-    """MLflow experiment. null disables it."""
+    """MLflow experiment, at the address in MLFLOW_TRACKING_URI. null disables it."""
+    trackio_project: str | None = None
+    """Trackio project. null disables it."""
+    group: str | None = None
+    """Name that runs share which belong together, at the trackers above."""
+    tags: list[str] = field(default_factory=list)
+    """Words by which the trackers above find the run."""
     progress: bool = True
     """Whether to show a progress bar."""
     samples_per_step: Annotated[int, Range(0, 10**6)] = 4
     """Number of rollouts written to samples.jsonl in each step."""
+    sample_table_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 10
+    """Number of steps between two tables with those rollouts at the trackers and in TensorBoard. Evaluations always
+    have one. 0 writes none."""
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     """The attempts that are kept token by token."""
     report: bool = True
@@ -182,3 +295,10 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.wandb_entity is not None and self.wandb_project is None:
+            raise SettingError("wandb_entity", "has no effect without wandb_project", got=self.wandb_entity)
+        has_tracker = self.wandb_project or self.mlflow_experiment or self.trackio_project
+        for name in ("group", "tags"):
+            if getattr(self, name) and not has_tracker:
+                rule = "has no effect without wandb_project, mlflow_experiment or trackio_project"
+                raise SettingError(name, rule, got=getattr(self, name))

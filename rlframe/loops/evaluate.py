@@ -1,39 +1,90 @@
-"""Evaluation: greedy responses to held-out prompts, scored by the run's own rewards."""
+"""Evaluation: responses to held-out prompts, scored by the run's own rewards."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.turns import Task
+from rlframe.loops.config import HELD_OUT
+from rlframe.loops.evaluation_sets import Evaluated, EvaluationSet
 from rlframe.loops.reporting.metrics import mean_of, part_means, scored
 from rlframe.loops.sampling.scoring import Scorer
-from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Group, Rollout, SamplingParams, members
+from rlframe.types.rollout import Group, Rollout, members
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.utils.sealed import read_sealed, write_sealed
 from rlframe.weight_sync.channel import WeightSync
 
 logger = logging.getLogger(__name__)
+MOST_OPEN = 4096
+"""Greatest number of attempts under way of what has no limit of time altogether."""
 STEP = "evaluation.json"
 """File of a checkpoint with the step whose evaluation is under way."""
 
 
-def evaluate(
-    attempts: Attempts, scorer: Scorer | None, prompts: list[Prompt], *, sampling: SamplingParams
-) -> tuple[dict[str, float], list[Rollout]]:
-    """Returns `evaluation/...` metrics of one greedy response per prompt, and the responses."""
-    rollouts = members(attempts.generate(prompts, group_size=1, step=0, sampling=sampling))
-    return evaluation_metrics(rollouts, scorer), rollouts
+def evaluate(attempts: Attempts, scorer: Scorer | None, sets: Sequence[EvaluationSet]) -> list[Evaluated]:
+    """Returns scored attempts at the prompts of all sets."""
+    ended = attempts.run_all([task for each in sets for task in tasks_of(attempts, each, step=0)])
+    groups = {name: each.group for name, each in ended.items()}
+    # After all sampling: a reward model may need the memory of the engines.
+    return [judged(each, groups_of(each, groups, step=0), scorer) for each in sets]
 
 
-def evaluation_metrics(rollouts: list[Rollout], scorer: Scorer | None) -> dict[str, float]:
-    """Returns `evaluation/...` metrics of responses, after scoring them by the reward model, if there is one.
+def evaluate_streaming(attempts: Attempts, scorer: Scorer | None, sets: Sequence[EvaluationSet]) -> list[Evaluated]:
+    """Returns the same as `evaluate`, however long it takes altogether: only the limit of a wait ends it."""
+    tasks = (task for each in sets for task in tasks_of(attempts, each, step=0))
+    most_open = max(1, MOST_OPEN // max(each.samples_per_prompt for each in sets))
+    groups = {group.id: group for ended in attempts.stream(tasks, most_open=most_open) for group in ended}
+    return [judged(each, groups_of(each, groups, step=0), scorer) for each in sets]
+
+
+def names_of(evaluation_set: EvaluationSet, *, step: int) -> list[str]:
+    """Returns the ids of the groups of a set in the evaluation of a step."""
+    return [f"evaluation.{step}.{evaluation_set.name}.{index}" for index in range(len(evaluation_set.prompts))]
+
+
+def tasks_of(attempts: Attempts, evaluation_set: EvaluationSet, *, step: int, aside: bool = False) -> Iterator[Task]:
+    """Yields the tasks of a set in the evaluation of a step. Their seeds are the same in every step.
+
+    Args:
+        aside: see `Attempts.task`.
+    """
+    names = names_of(evaluation_set, step=step)
+    for name, prompt in zip(names, evaluation_set.prompts, strict=True):
+        group = Group.begin(name, prompt, evaluation_set.samples_per_prompt)
+        yield attempts.task(group, step=0, sampling=evaluation_set.sampling, aside=aside)
+
+
+def groups_of(evaluation_set: EvaluationSet, groups: Mapping[str, Group], *, step: int) -> list[Group]:
+    """Returns those of `groups`, which are by id, that belong to a set, in the order of its prompts."""
+    return [groups[name] for name in names_of(evaluation_set, step=step)]
+
+
+def judged(evaluation_set: EvaluationSet, groups: list[Group], scorer: Scorer | None) -> Evaluated:
+    """Returns the attempts at the prompts of a set, after scoring them by the reward model, if there is one."""
+    if scorer and (rollouts := members(groups)):
+        scorer.score(rollouts)
+    return Evaluated(set=evaluation_set, groups=groups)
+
+
+def metrics_of(evaluated: Iterable[Evaluated]) -> dict[str, float]:
+    """Returns the metrics of an evaluation: `evaluation/...` of the held-out prompts of the training data, and
+    `evaluation/NAME/...` of each set with a name."""
+    metrics: dict[str, float] = {}
+    for each in evaluated:
+        if each.set.name == HELD_OUT:
+            metrics |= evaluation_metrics(members(each.groups))
+        else:
+            metrics |= {f"evaluation/{each.set.name}/{name}": value for name, value in each.metrics().items()}
+    return metrics
+
+
+def evaluation_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Returns `evaluation/...` metrics of scored responses to held-out prompts.
 
     Where the prompts come from several datasets, `evaluation/..._mean/NAME` are those of each.
     """
-    if scorer:
-        scorer.score(rollouts)
     metrics = {f"evaluation/{name}_mean": value for name, value in part_means(rollouts).items()}
     for source, own in by_source(rollouts).items():
         metrics |= {f"evaluation/{name}_mean/{source}": value for name, value in part_means(own).items()}
@@ -76,8 +127,7 @@ class EvaluationBeside:
     """
 
     attempts: Attempts
-    prompts: list[Prompt]
-    sampling: SamplingParams
+    sets: Sequence[EvaluationSet]
     weight_sync: WeightSync | None = None
     """Sync of engines that do nothing else. None if they are shared."""
     step: int | None = None
@@ -86,13 +136,13 @@ class EvaluationBeside:
     def begin(self, step: int) -> None:
         """Begins the evaluation of step `step`, whose weights the engines hold."""
         assert self.step is None, f"the evaluation of step {self.step} is under way"
-        if not self.prompts:
+        if not self.sets:
             return
         if self.weight_sync and self.weight_sync.policy_version != step:
             self.weight_sync.publish(version=step)
         self.step = step
-        groups = [Group.begin(name, prompt, 1) for name, prompt in zip(self._names(), self.prompts, strict=True)]
-        self.attempts.start([self.attempts.task(group, step=0, sampling=self.sampling, aside=True) for group in groups])
+        tasks = [task for each in self.sets for task in tasks_of(self.attempts, each, step=step, aside=True)]
+        self.attempts.start(tasks)
 
     @property
     def must_end(self) -> bool:
@@ -105,27 +155,28 @@ class EvaluationBeside:
             self._leave_out(error)
             return False
 
-    def finish(self) -> list[Rollout] | None:
-        """Waits for the evaluation that is under way and returns its responses, in the order of the prompts. None if an
-        engine died and its weights are gone, so that it is left out.
+    def finish(self) -> list[list[Group]] | None:
+        """Waits for the evaluation that is under way and returns the groups of each set, in the order of the prompts.
+        None if an engine died and its weights are gone, so that it is left out.
 
         Raises:
             WeightSyncFailed: weights of another step sampled a token.
         """
-        names = self._names()
+        assert self.step is not None
         try:
-            ended = self.attempts.finish(names)
+            ended = self.attempts.finish(self._names())
         except WeightsGone as error:
             self._leave_out(error)
             return None
-        rollouts = members(ended[name].group for name in names)
-        for rollout in rollouts:
+        groups = {name: each.group for name, each in ended.items()}
+        for rollout in members(groups.values()):
             if (others := rollout.versions[rollout.loss_mask & (rollout.versions != self.step)]).size:
                 raise WeightSyncFailed(
                     f"weights of version {others[0]} sampled a response of the evaluation of step {self.step}"
                 )
+        found = [groups_of(each, groups, step=self.step) for each in self.sets]
         self.step = None
-        return rollouts
+        return found
 
     def _leave_out(self, error: WeightsGone) -> None:
         logger.warning("the evaluation of step %s is left out: %s", self.step, error)
@@ -161,4 +212,5 @@ class EvaluationBeside:
             self.begin(step)
 
     def _names(self) -> list[str]:
-        return [f"evaluation.{self.step}.{index}" for index in range(len(self.prompts))]
+        assert self.step is not None
+        return [name for each in self.sets for name in names_of(each, step=self.step)]

@@ -59,10 +59,10 @@ class OfflineLoop(Loop):
             result.metrics
             | times
             | self.checkpoints.metrics()
+            | self.examples.metrics()
             | {
                 "throughput/tokens_per_s": batch.num_tokens / times["time/step_s"],
                 "data/epoch": float(self.examples.epoch),
-                "data/dropped": float(self.examples.dropped.total()),
             },
         )
 

@@ -3,7 +3,7 @@
 What it does with rollouts is the `RolloutLoop`, which knows no engines; `replay.py` has the other loop of that kind.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +16,14 @@ from rlframe.attempts.mending import Mender
 from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
-from rlframe.loops.evaluate import EvaluationBeside, evaluate, evaluation_metrics
+from rlframe.loops.config import HELD_OUT
+from rlframe.loops.evaluate import EvaluationBeside, evaluate, judged, metrics_of
+from rlframe.loops.evaluation_sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import EVALUATED, rollout_metrics
+from rlframe.loops.reporting.metrics import rollout_metrics
 from rlframe.loops.reporting.samples import Chosen
+from rlframe.loops.reporting.trackers.base import EVALUATED
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.loops.sampling.source import GroupSource
 from rlframe.loops.saving.checkpoints import Stage
@@ -30,7 +33,7 @@ from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import Output
-from rlframe.types.rollout import Group, Rollout, SamplingParams, members
+from rlframe.types.rollout import Group, members
 from rlframe.weight_sync.channel import WeightSync
 
 IN_FLIGHT = "in_flight"
@@ -135,8 +138,8 @@ class OnlineLoop(RolloutLoop):
     weight_sync: WeightSync
     in_flight_updates: bool = True
     """Whether responses under way go on with new weights. Otherwise they are finished first."""
-    evaluation_sampling: SamplingParams
-    """Sampling parameters for held-out prompts."""
+    evaluation_sets: Sequence[EvaluationSet] = ()
+    """The prompts to evaluate: those held out of the training data, if there are any, and those of further sets."""
     mender: Mender | None = None
     """Brings engines back that die while the policy trains. None if they wait for the end of the step."""
     evaluation: EvaluationBeside | None = None
@@ -188,7 +191,7 @@ class OnlineLoop(RolloutLoop):
             self.metrics.log_evaluation(step, metrics)
 
     def evaluate(self, step: int) -> None:
-        """Evaluates greedy responses to held-out prompts, or begins to, if training does not wait for it. Writes
+        """Evaluates responses to the prompts of all sets, or begins to, if training does not wait for it. Writes
         metrics, and numbers for the closing paragraph."""
         if self.evaluation:
             if self.evaluation.step is not None:
@@ -197,13 +200,12 @@ class OnlineLoop(RolloutLoop):
             if step == self.schedule.last_step:
                 self.finish_evaluation()
             return
-        prompts = self.prompts.evaluation_prompts()
-        if not prompts:
+        if not self.evaluation_sets:
             return
         with self.phase("evaluation", on=self.rollout):
-            metrics, rollouts = evaluate(self.attempts, self.scorer, prompts, sampling=self.evaluation_sampling)
+            evaluated = evaluate(self.attempts, self.scorer, self.evaluation_sets)
         self.phase.next_step()
-        self._log_evaluation(step, metrics, rollouts)
+        self._log_evaluation(step, evaluated, {})
 
     def finish_evaluation(self) -> None:
         """Waits for the evaluation that is under way, if there is one, and writes its numbers."""
@@ -211,27 +213,33 @@ class OnlineLoop(RolloutLoop):
             self._judge_evaluation(self._sampled_evaluation())
         self.phase.next_step()
 
-    def _sampled_evaluation(self) -> tuple[int, list[Rollout]] | None:
-        """Waits for the evaluation that is under way. Returns its step and responses, or None if it is left out."""
+    def _sampled_evaluation(self) -> tuple[int, list[list[Group]]] | None:
+        """Waits for the evaluation that is under way. Returns its step and the groups of each set, or None if it is
+        left out."""
         assert self.evaluation and (step := self.evaluation.step) is not None
         with self.phase("evaluation"):
-            rollouts = self.evaluation.finish()
-        return None if rollouts is None else (step, rollouts)
+            groups = self.evaluation.finish()
+        return None if groups is None else (step, groups)
 
-    def _judge_evaluation(self, sampled: tuple[int, list[Rollout]] | None) -> None:
+    def _judge_evaluation(self, sampled: tuple[int, list[list[Group]]] | None) -> None:
         """Scores an evaluation, and writes its numbers as those of the step whose weights sampled it."""
         if sampled:
-            step, rollouts = sampled
+            step, groups = sampled
             with self.phase("evaluation"):
-                metrics = evaluation_metrics(rollouts, self.scorer)
-            self._log_evaluation(step, metrics | {EVALUATED: float(step)}, rollouts)
+                pairs = zip(self.evaluation_sets, groups, strict=True)
+                evaluated = [judged(each, own, self.scorer) for each, own in pairs]
+            self._log_evaluation(step, evaluated, {EVALUATED: float(step)})
 
-    def _log_evaluation(self, step: int, metrics: dict[str, float], rollouts: list[Rollout]) -> None:
-        self.metrics.log_samples(self.metrics.choose_samples(step, rollouts))
+    def _log_evaluation(self, step: int, evaluated: list[Evaluated], further: dict[str, float]) -> None:
+        metrics = metrics_of(evaluated) | further
+        for each in evaluated:
+            chosen = self.metrics.choose_samples(step, members(each.groups), evaluation=each.set.name)
+            self.metrics.log_samples(chosen)
         self.metrics.log_evaluation(step, metrics)
         when = "before" if step == 0 else "after"
         self.results |= {f"{when}/{key.removeprefix('evaluation/')}": value for key, value in metrics.items()}
-        self.results["held_out_prompts"] = float(len(self.prompts.evaluation_prompts()))
+        counts = {each.set.name: float(len(each.set.prompts)) for each in evaluated}
+        self.results["held_out_prompts"] = counts.get(HELD_OUT, 0.0)
 
     def save(self, step: int) -> None:
         """See Loop. The checkpoint needs the numbers of the evaluation if they decide whether it is kept, or are of

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rlframe.megatron.driver.rank_group import RankGroup
-from rlframe.utils.errors import RlframeError, WorkerDied
+from rlframe.utils.errors import NodeDied, RlframeError, WorkerDied
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class Restarts:
 
         Raises:
             WorkerDied: no restart is left.
+            NodeDied: the node of a rank is gone.
             RlframeError: the work failed without a death.
         """
         death: WorkerDied | None = None
@@ -44,6 +45,9 @@ class Restarts:
                 if deaths := self._deaths():
                     raise deaths[0]
                 return result
+            except NodeDied:
+                # Its devices are gone, so the ranks cannot restart where they were.
+                raise
             except RlframeError as error:
                 death = self._death(error)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 AGAIN = "the same command resumes from there"
+BETWEEN_STEPS = "between steps; the same command resumes from the last checkpoint, if any"
 
 
 class Stopped(KeyboardInterrupt):
@@ -31,6 +32,8 @@ class Stop:
         """Exit code for the first signal. 0 while there was none."""
         self.sentence = ""
         """Sentence about how the run ended."""
+        self.outside_steps = BETWEEN_STEPS
+        """End of the sentence about a run that a signal ends outside of its steps."""
         self._asked_by = ""
         self._step: int | None = None
         self._saved: int | None = None
@@ -92,7 +95,7 @@ class Stop:
             )
         self._asked_by = f"stopped by {name}"
         if self._step is None:
-            self._end(f"{self._asked_by} between steps; the same command resumes from the last checkpoint, if any")
+            self._end(f"{self._asked_by} {self.outside_steps}")
         if self.patience_s <= 0:
             self._late()
         text = (

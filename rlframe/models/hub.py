@@ -14,6 +14,7 @@ from rlframe.models.families.base import Family
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 from rlframe.utils.outside import load_class
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -60,15 +61,16 @@ def _folder(config: ModelConfig, *, key: str) -> Path:
         # The name is too long, has a null byte, or begins with the home folder of an unknown user.
         raise ConfigError([Fault(key, f"{config.path!r:.200} is not a path", why=f"{error!s:.200}")]) from error
     tried = f"no folder {folder.absolute()}, no embedded model of that name (there are {', '.join(embedded_names())})"
+    near = did_you_mean(config.path, embedded_names())
     if not HUB_ID.fullmatch(config.path):
-        raise ConfigError([Fault(key, f"{config.path!r:.200}", why=f"{tried:.500}")])
+        raise ConfigError([Fault(key, f"{config.path!r:.200}", why=f"{tried:.500}", hint=near)])
     try:
         weights = [] if config.random_init else ["*.safetensors"]
         files = ["*.json", "*.txt", "*.model", "*.jinja", *weights]
         return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         why = f"{tried}, and the hub answered: {error}"
-        raise ConfigError([Fault(key, f"{config.path!r}", why=why)]) from error
+        raise ConfigError([Fault(key, f"{config.path!r}", why=why, hint=near)]) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlframe.models import chat_template as chat_templates
 from rlframe.models.hub import read_json
 from rlframe.utils.errors import CheckpointError
 
@@ -17,11 +19,15 @@ PROBES = ("What is 37 + 48?", "a b c", "0")
 """Texts of which every vocabulary has some tokens."""
 
 
-def load(folder: Path) -> "PreTrainedTokenizerBase":
+def load(folder: Path, *, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
     """Returns the tokenizer in `folder`. No code of the folder is run.
+
+    Args:
+        chat_template: the template that it gets in the place of its own; see `chat_template.text_of`.
 
     Raises:
         CheckpointError: there is no tokenizer, or one of its files is garbled.
+        ConfigError: there is no such template, or it does not fit the tokenizer.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and configurations are read without it
 
@@ -31,12 +37,15 @@ def load(folder: Path) -> "PreTrainedTokenizerBase":
     if (folder / TEMPLATE).is_file():
         _read_text(folder / TEMPLATE)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # The package tokenizers raises plain Exception for every fault of a file.
     except Exception as error:
         raise CheckpointError(
             f"{folder}: its tokenizer cannot be loaded, from {_present(folder)}: {type(error).__name__}: {error!s:.300}"
         ) from error
+    if chat_template is not None:
+        chat_templates.give(tokenizer, chat_template)
+    return tokenizer
 
 
 def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
@@ -50,6 +59,17 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns 16 hex digits that another vocabulary, or other special tokens, would change."""
     named = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_tokens), tokenizer.eos_token]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+
+
+def stop_token_ids(folder: Path) -> list[int]:
+    """Returns the end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
+    from transformers import AutoConfig, GenerationConfig  # noqa: PLC0415 - see load
+
+    stated = [AutoConfig.from_pretrained(folder).eos_token_id, load(folder).eos_token_id]
+    if (folder / "generation_config.json").is_file():
+        stated.append(GenerationConfig.from_pretrained(folder).eos_token_id)
+    ids = chain.from_iterable(each if isinstance(each, list) else [each] for each in stated)
+    return sorted({token for token in ids if token is not None})
 
 
 def faults(folder: Path, *, vocab_size: int) -> list[str]:

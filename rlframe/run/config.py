@@ -1,6 +1,8 @@
 """RunConfig: one run as plain dataclasses. Imports no ray and no megatron."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 from rlframe.algorithms.requirements import RunFacts
@@ -8,7 +10,7 @@ from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.cluster.config import ClusterConfig
 from rlframe.data.config import DataConfig
 from rlframe.environments.config import EnvironmentConfig
-from rlframe.loops.config import CheckpointConfig, EvaluationConfig, LoggingConfig, LoopConfig
+from rlframe.loops.config import CheckpointConfig, EvaluationConfig, GenerationConfig, LoggingConfig, LoopConfig
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import JUDGE_PART, RewardConfig
@@ -19,6 +21,17 @@ from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.weight_sync.config import WeightSyncConfig
 
 
+class Mode(StrEnum):
+    """Things to do with a configuration."""
+
+    TRAIN = "train"
+    """Trains the model."""
+    EVALUATE = "evaluate"
+    """Evaluates model.path as training would, and does not train. Settings of training are not used."""
+    GENERATE = "generate"
+    """Writes responses of model.path to the prompts of data.path. Settings of training are not used."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
     """The configuration of a run, as `python -m rlframe.main --config-name NAME key=value ...` composes it."""
@@ -26,11 +39,14 @@ class RunConfig:
     name: str
     """Name of the run. The default is that of its config file."""
     output: Annotated[str, PathText()]
-    """Folder of all files of the run. The same folder and configuration resume the run."""
+    """Folder of all files of the run. The same folder and configuration resume the run. The files of the other modes
+    are in its folders `evaluate` and `generate`."""
+    mode: Mode = Mode.TRAIN
+    """Thing to do with the configuration."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed of the data order, of sampling and of initialisation."""
-    steps: Annotated[int, Range(1, 10**9)] = 100
-    """Number of steps of the loop: rollout batches online, optimizer steps offline."""
+    steps: Annotated[int, Range(0, 10**9, note="0 evaluates and exports only")] = 100
+    """Number of steps of the loop: rollout batches online, optimizer steps offline. 0 evaluates and exports only."""
     prompts_per_step: Annotated[int, Range(1, 1 << 24)] = 32
     """Number P of prompts (online) or sequences (offline) per step."""
     algorithm: Any
@@ -56,10 +72,26 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """Settings of mode=generate."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files of this mode, absolute."""
+        output = Path(self.output).absolute()
+        return output if self.mode is Mode.TRAIN else output / self.mode.value
+
+    def trains(self, *, online: bool) -> bool:
+        """Returns whether ranks hold the policy. They also evaluate it, if that needs no engines.
+
+        Args:
+            online: whether the algorithm trains on what engines sample.
+        """
+        return self.mode is Mode.TRAIN or (self.mode is Mode.EVALUATE and not online)
 
     @property
     def facts(self) -> RunFacts:

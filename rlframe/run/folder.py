@@ -3,13 +3,15 @@ time."""
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlframe.loops.saving.manifest import claim_owner
+from rlframe.loops.saving.manifest import claim_owner, named_checkpoints
+from rlframe.megatron.config.train import Schedule
 from rlframe.run.config import RunConfig
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError
@@ -18,6 +20,7 @@ from rlframe.utils.files import write_whole, writing
 from rlframe.utils.lock import FolderLock
 from rlframe.utils.secrets import hidden, without_secrets
 
+logger = logging.getLogger(__name__)
 OVERRIDES = "overrides.yaml"
 FREE_ON_RESUME = (
     "output",
@@ -48,26 +51,30 @@ FREE_ON_RESUME = (
 """Keys and sections that may differ when a run is resumed. They change how long, where and how verbosely it runs, not
 its results. Another layout sums in another order, so that numbers agree up to rounding, not bit for bit."""
 
+COURSES = ("train.optimizer", "critic.train.optimizer")
+"""Sections whose decay_steps may change with `steps`, but not by itself."""
+
 
 def claim(run: RunConfig, overrides: Sequence[str] = ()) -> FolderLock:
-    """Creates the run's folder if needed and returns its lock. Writes the resolved configuration to `config.yaml`, what
-    the command set beyond its config file to `overrides.yaml`, and the run's identity to `run.json`. The folder belongs
-    to this process until the lock is closed.
+    """Creates the folder of the run in its mode, if needed, and returns its lock. Writes the resolved configuration to
+    `config.yaml`, what the command set beyond its config file to `overrides.yaml`, and the run's identity to
+    `run.json`. The folder belongs to this process until the lock is closed.
 
     A folder with the same configuration is a run to resume. Settings of FREE_ON_RESUME may differ, such as `steps`,
-    `cluster.*` and `train.parallel`.
+    `cluster.*` and `train.parallel`. Where the learning rate follows the run's length, another `steps` needs a
+    decay_steps: that of the steps before, or a new one.
 
     Raises:
         ConfigError: the folder cannot be written to, is in use by another process, or belongs to a run with another
             configuration; the message names each key with both values.
     """
-    folder = Path(run.output)
+    folder = run.folder
     try:
         with writing(folder):
             if folder.exists() and not folder.is_dir():
                 raise ConfigError([Fault("output", "must be a folder", got=f"the file {folder}")])
             folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder.absolute())
+        lock = FolderLock(folder)
         try:
             _settle(folder, without_secrets(as_dict(run)))
             write_whole(folder / OVERRIDES, yaml.safe_dump([hidden(each) for each in overrides]).encode())
@@ -84,7 +91,7 @@ def _settle(folder: Path, plain: dict[str, Any]) -> None:
     file = folder / "config.yaml"
     if file.exists():
         _refuse_another_run(file, plain)
-    fixed = {key: value for key, value in _flat(plain) if not _free(key)}
+    fixed = {key: value for key, value in _flat(plain) if not _free(key) and key not in _decays()}
     digest = hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
     claim_owner(folder, digest)
     write_whole(file, yaml.safe_dump(plain, sort_keys=False).encode())
@@ -101,12 +108,53 @@ def _refuse_another_run(file: Path, plain: dict[str, Any]) -> None:
     faults = [
         Fault("output", said=f"{file} has {key}={there.get(key, 'nothing')}, this run has {here.get(key, 'nothing')}")
         for key in here | there
-        if there.get(key) != here.get(key) and not _free(key)
+        if there.get(key) != here.get(key) and not _free(key) and key not in _decays()
     ]
     if faults:
         raise ConfigError(
             [*faults, Fault("output", "must be a separate folder for each configuration", why="set output=ANOTHER")]
         )
+    if any(named_checkpoints(file.parent / "checkpoints")) and (bent := list(_bent(file, there, here))):
+        raise ConfigError(bent)
+
+
+def _decays() -> list[str]:
+    return [f"{section}.decay_steps" for section in COURSES]
+
+
+def _bent(file: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yields a fault for each learning rate that would leave its course without being told to."""
+    for section in COURSES:
+        before, now = _decay_steps(there, section), _decay_steps(here, section)
+        if before == now:
+            continue
+        key, schedule = f"{section}.decay_steps", here.get(f"{section}.schedule")
+        asked = here.get(key) is not None
+        if there["steps"] == here["steps"]:
+            yield Fault(key, f"must be {before} as in {file}, or change together with steps", got=now)
+        elif not asked:
+            yield Fault(
+                "steps",
+                f"must be {there['steps']} as in {file}",
+                got=here["steps"],
+                why=f"{section}.schedule={schedule} follows the run's length, so that the learning rate would bend",
+                hint=f"set {key}={before} to keep its course, or another number to give it a new one",
+            )
+        else:
+            logger.info("%s=%s: the learning rate leaves the course that ended at %s", key, now, before)
+
+
+def _decay_steps(flat: Mapping[str, Any], section: str) -> int | None:
+    """Returns the optimizer step at which a learning rate ends to decay. None if it does not depend on the run's
+    length."""
+    train = section.removesuffix(".optimizer")
+    if flat.get(f"{section}.schedule") in (None, Schedule.CONSTANT.value):
+        return None
+    # The policy does not train while the critic warms up.
+    steps = flat["steps"] - (flat.get("algorithm.critic_warmup_steps", 0) if train == "train" else 0)
+    return (
+        flat[f"{section}.decay_steps"] or steps * flat[f"{train}.num_minibatches"] * flat[f"{train}.epochs_per_batch"]
+    )
 
 
 def _free(key: str) -> bool:

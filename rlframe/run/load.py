@@ -1,28 +1,42 @@
 """Builds a RunConfig from plain values, or from the name of a configuration."""
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlframe.config.load import composed
+from rlframe.run.choices import CHOICES
 from rlframe.run.config import RunConfig
 from rlframe.utils.build import build
 
-CHOICES = {
-    "algorithm": "rlframe.algorithms",
-    "rollout": "rlframe.rollout",
-    "teacher.engine": "rlframe.rollout",
-    "judge.engine": "rlframe.rollout",
-}
-"""Sections whose dataclass is that of the package's file `<section>.name`."""
 
-
-def load(config_name: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> RunConfig:
     """Returns the RunConfig of `--config-name config_name` with `overrides`, as the command line would give it.
+
+    Args:
+        config_dir: a folder of the user's own YAML files, as after `--config-dir`.
 
     Raises:
         ConfigError: no such config, group or key, or values that no dataclass accepts.
     """
-    return to_run(composed(config_name, overrides))
+    return to_run(composed(config_name, overrides, config_dir=config_dir))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments of a tool that looks at a run: the same as those of `rlframe.main`."""
+    parser.add_argument("--config-name", required=True, help="as for rlframe.main")
+    parser.add_argument("--config-dir", help="a folder of your own YAML files, as for rlframe.main")
+    parser.add_argument("overrides", nargs="*", help="key=value, as for rlframe.main")
+
+
+def of_arguments(options: Namespace) -> RunConfig:
+    """Returns the RunConfig of the parsed arguments of `add_arguments`, which must be parsed with
+    `parse_intermixed_args`.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    return load(options.config_name, options.overrides, config_dir=options.config_dir)
 
 
 def to_run(values: Mapping[str, Any]) -> RunConfig:

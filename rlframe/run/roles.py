@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rlframe.cluster.roles import (
     CRITIC,
+    ENGINES,
     JUDGE_ENGINES,
     REWARD_MODEL,
     TEACHER,
@@ -23,11 +24,23 @@ from rlframe.run.teacher import TeacherPlacement
 
 def topology(run: RunConfig, *, online: bool, has_critic: bool) -> Topology:
     """Returns every role of a run, in the order in which they get devices."""
+    if not run.trains(online=online):
+        return Topology(tuple(sampling_roles(run)))
     roles = [policy(Parallel.parse(run.train.parallel).world), *auxiliary_roles(run, has_critic=has_critic)]
     if online and run.rollout.replay is None:
         size, colocate = run.rollout.devices_per_engine, run.cluster.colocate
         roles.append(engines(run.rollout.num_engines, devices_per_engine=size, colocate=colocate))
     return Topology(tuple(roles))
+
+
+def sampling_roles(run: RunConfig) -> Iterator[Role]:
+    """Yields the models of a run that trains none, each on devices of its own."""
+    yield _own_engines(ENGINES, run.rollout, setting="rollout.num_engines")
+    if run.judge:
+        yield _own_engines(JUDGE_ENGINES, run.judge.engine, setting="judge.engine")
+    if model := run.reward.model:
+        world = Parallel.parse(model.parallel).world
+        yield auxiliary(REWARD_MODEL, world, colocate=False, setting="reward.model.parallel")
 
 
 def auxiliary_roles(run: RunConfig, *, has_critic: bool) -> Iterator[Role]:

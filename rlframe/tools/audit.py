@@ -5,7 +5,6 @@ of trained tokens, and the lengths of responses that were trained on and of thos
 status 1 if something is wrong, with sentences that name the leases, and with 2 if there is nothing to verify.
 """
 
-import argparse
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from rlframe.attempts.ledger import (
 )
 from rlframe.loops.saving.manifest import named_checkpoints, step_of
 from rlframe.rollout.base.config import OversampleRest
+from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.text import printable
 
@@ -92,7 +92,7 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the account of the run on the command line. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m rlframe.tools.audit", description=__doc__)
+    parser = Parser(prog="python -m rlframe.tools.audit", description=__doc__)
     parser.add_argument("output", type=Path, help="the run's folder")
     output: Path = parser.parse_args(arguments).output
     if not (output / LEDGER).exists():

@@ -1,9 +1,10 @@
-"""Converts weights between Hugging Face and Megatron checkpoints: `python -m rlframe.tools.convert --help`.
+"""Converts weights between Hugging Face and Megatron checkpoints, and from GGUF files: `python -m rlframe.tools.convert
+--help`.
 
-It runs in one process on the CPU. For Megatron it writes a distributed checkpoint that every parallel layout can load
-(`checkpoint.start_from`). It reads such a checkpoint, or the `training` folder of a run's checkpoint. Tensors are
-streamed, so the whole model is never in memory, except for `--verify`, which computes with both models, one after the
-other, in float32.
+It runs in one process on the CPU. A GGUF file becomes a model folder in Hugging Face format. For Megatron it writes a
+distributed checkpoint that every parallel layout can load (`checkpoint.start_from`). It reads such a checkpoint, or the
+`training` folder of a run's checkpoint. Tensors are streamed, so the whole model is never in memory, except from GGUF
+and for `--verify`, which computes with both models, one after the other, in float32.
 """
 
 import argparse
@@ -19,15 +20,16 @@ import torch
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS, verify_share
 from rlframe.megatron.config.train import Dtype
 from rlframe.megatron.cpu import platform
-from rlframe.models import inspection
+from rlframe.models import gguf, inspection
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import CheckpointError, ConfigError, RlframeError
 from rlframe.utils.files import whole_folder, writing
 
-TO_MEGATRON, TO_HUGGING_FACE = "to-megatron", "to-huggingface"
+TO_MEGATRON, TO_HUGGING_FACE, FROM_GGUF = "to-megatron", "to-huggingface", "from-gguf"
 GIGABYTE = 1e9
 VERIFIED_TOKENS = 64
 LIMIT_NATS = 1e-3
@@ -59,6 +61,16 @@ def convert(options: argparse.Namespace) -> None:
     out = Path(options.out)
     if out.exists():
         raise CheckpointError(f"--out must not exist yet, got {out}")
+    if options.direction == FROM_GGUF:
+        file = gguf.find(options.gguf)
+        with whole_folder(out) as partial, writing(partial):
+            gguf.to_hugging_face(file, partial, dtype=getattr(torch, options.dtype))
+    else:
+        _to_or_from_megatron(options, out)
+    print(f"written to {out}", file=sys.stderr)
+
+
+def _to_or_from_megatron(options: argparse.Namespace, out: Path) -> None:
     platform.install(torch.device("cpu"))
     from rlframe.megatron.worker import convert as megatron  # noqa: PLC0415 - Megatron must come after the platform
 
@@ -83,7 +95,6 @@ def convert(options: argparse.Namespace) -> None:
             hugging_face = partial
         if options.verify:
             verify(architecture, hugging_face, distributed, dtype)
-    print(f"written to {out}", file=sys.stderr)
 
 
 def _verify_files(folder: Path) -> None:
@@ -134,21 +145,24 @@ def _transformers_logprobs(folder: Path, token_ids: list[int], dtype: torch.dtyp
     return torch.log_softmax(reference(torch.tensor([token_ids])).logits[0], -1).numpy()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m rlframe.tools.convert",
-        description="Weights between Hugging Face and Megatron distributed checkpoints.",
+        description="Weights between Hugging Face and Megatron distributed checkpoints, and from GGUF files.",
     )
     directions = parser.add_subparsers(dest="direction", required=True)
     forth = directions.add_parser(TO_MEGATRON, help="a Hugging Face model into a distributed checkpoint")
     back = directions.add_parser(TO_HUGGING_FACE, help="a distributed checkpoint into a Hugging Face model")
+    gguf_file = directions.add_parser(FROM_GGUF, help="a GGUF file into a Hugging Face model")
+    gguf_file.add_argument("--gguf", required=True, help="a .gguf file, or an installed package that ships one")
     forth.add_argument("--model", required=True, help="a folder in Hugging Face format, or a hub id")
     back.add_argument("--checkpoint", required=True, help="the folder with .metadata, such as step-00000050/training")
     back.add_argument("--model", required=True, help="a model whose config and tokenizer to take: folder or hub id")
     back.add_argument("--shard-gb", type=_positive, default=5.0, help="GB of a file at most (default %(default)s)")
-    for each in (forth, back):
+    for each in (forth, back, gguf_file):
         each.add_argument("--out", required=True, help="a folder that does not exist yet")
         each.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.BFLOAT16, help="of what is written")
+    for each in (forth, back):
         each.add_argument("--verify", action="store_true", help="compare the two models' logprobs on some tokens")
     return parser
 

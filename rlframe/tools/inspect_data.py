@@ -1,11 +1,11 @@
 """Shows the data that a run will train on: `python -m rlframe.tools.inspect_data --config-name NAME key=value...`.
 
 Prints the first three samples of the run with the learned tokens marked, the lengths of samples, and records that were
-left out with the reason. Ends with status 1 and a sentence if the data cannot be trained on: a malformed record, or a
-chat template that is not prefix-preserving, with the first token that shows it.
+left out with the reason, and what the chat template does to conversations. Ends with status 1 and a sentence if the
+data cannot be trained on: a malformed record, or a chat template that opens a turn of the assistant otherwise than it
+writes it, with the first token that shows it.
 """
 
-import argparse
 import shutil
 import sys
 from collections import Counter
@@ -17,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from rlframe.data.kinds import find_source
 from rlframe.data.prompts import PromptSource
 from rlframe.data.text.special_tokens import special_tokens
+from rlframe.data.training import TrainingSource
 from rlframe.models.hub import resolve
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.run.config import RunConfig
-from rlframe.run.load import load
+from rlframe.run.load import add_arguments, of_arguments
+from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.registry import find
 from rlframe.utils.text import printable
@@ -38,13 +40,12 @@ Piece = tuple[str, bool]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the data of the run on the command line. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m rlframe.tools.inspect_data", description=__doc__)
-    parser.add_argument("--config-name", required=True, help="as for rlframe.main")
-    parser.add_argument("overrides", nargs="*", help="key=value, as for rlframe.main")
+    parser = Parser(prog="python -m rlframe.tools.inspect_data", description=__doc__)
+    add_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     try:
-        for line in report(load(options.config_name, options.overrides), colours=sys.stdout.isatty(), width=width):
+        for line in report(of_arguments(options), colours=sys.stdout.isatty(), width=width):
             print(line)
     except RlframeError as error:
         print(printable(str(error)), file=sys.stderr)
@@ -59,7 +60,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
         ConfigError, DataError, CheckpointError: the run cannot train on its data.
     """
     algorithm = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")[0](run.algorithm)
-    tokenizer = load_tokenizer(resolve(run.model))
+    tokenizer = load_tokenizer(resolve(run.model), chat_template=run.data.chat_template)
     samples: list[list[tuple[str, list[Piece]]]]
     if algorithm.requirements.data is not None:
         kind = find_source(algorithm.requirements.data)
@@ -97,6 +98,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     among = f" in its first {run.data.shuffle_buffer} records" if run.data.streaming else ""
     yield f"{run.data.what}: {len(lengths)} {what} to train on{among}, {held_out} held out"
     yield f"{learnt} of {sum(lengths)} tokens are learned, {mark}" if learnt else "the policy samples the responses"
+    yield from _of_template(stream, run)
     for token, count in special_as_text(sequences, tokenizer).items():
         yield f"{token!r} occurs {count} times in the texts of records, as text and not as the special token"
     for number, sample in enumerate(samples, start=1):
@@ -107,6 +109,17 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     yield from histogram(lengths)
     yield ""
     yield from _dropped(stream.dropped)
+
+
+def _of_template(stream: TrainingSource[Any] | PromptSource, run: RunConfig) -> Iterator[str]:
+    """Yields what the chat template does to conversations."""
+    if run.data.chat_template is not None:
+        yield f"the chat template is data.chat_template={run.data.chat_template}, in the place of the model's own"
+    if split := stream.counted["rewritten_conversations"]:
+        became = stream.counted["rewritten_sequences"]
+        yield f"{split} conversations, whose earlier turns the chat template rewrites, are {became} sequences"
+    if left_out := stream.counted["reasoning_left_out"]:
+        yield f"{left_out} earlier turns have reasoning that the chat template leaves out, as when it serves the model"
 
 
 def special_as_text(sequences: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:

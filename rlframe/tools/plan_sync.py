@@ -4,7 +4,6 @@ It needs config.json only: no device, no weights, no processes. Both sides are r
 workers, and planned by the planner of the real sync.
 """
 
-import argparse
 import importlib
 import json
 import math
@@ -25,6 +24,7 @@ from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
 from rlframe.weight_sync.plan.planner import Kind, LinkSpeeds, Plan, make_plan
@@ -346,8 +346,8 @@ def _readable(size: int) -> str:
     return f"{size / scale:.2f} {unit}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m rlframe.tools.plan_sync",
         description="Bytes per link, copies and the physical floor of a weight sync, from config.json alone.",
     )

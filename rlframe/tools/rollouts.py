@@ -67,10 +67,12 @@ def count(text: str) -> int:
     return int(text)
 
 
-def picked(options: argparse.Namespace, files: Iterable[tuple[int, bool, Path]]) -> Iterable[dict[str, Any]]:
+def picked(options: argparse.Namespace, files: Iterable[tuple[int, str, Path]]) -> Iterable[dict[str, Any]]:
     """Returns the rollouts that fit, in the order that is asked for."""
     wanted = (
-        path for step, evaluation, path in files if options.step in (None, step) and evaluation >= options.evaluation
+        path
+        for step, evaluation, path in files
+        if options.step in (None, step) and bool(evaluation) >= options.evaluation
     )
     found = (record for path in wanted for record in read_samples(path) if has(record, options.search))
     if options.best:
@@ -131,7 +133,7 @@ def wrapped(text: str, width: int, *, indent: str) -> Iterator[str]:
 
 def described(record: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines about a rollout as a whole."""
-    kind = "step" if record["kind"] == "training" else "evaluation at step"
+    kind = f"evaluation {record['evaluation']} at step" if record["evaluation"] else "step"
     reward = _short(record["reward"])
     yield f"{kind} {record['step']}, prompt {record['id']}, attempt {record['sample_index']}: reward {reward}"
     parts = ", ".join(f"{name} {_short(value)}" for name, value in record["reward_parts"].items())

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from rlframe.utils.bounds import out_of_bounds, shortened
 from rlframe.utils.errors import ConfigError, SettingError
 from rlframe.utils.faults import Fault, Key
+from rlframe.utils.nearest import did_you_mean
 from rlframe.utils.registry import find
 
 Config = TypeVar("Config")
@@ -157,7 +158,10 @@ class _Builder:
             return self.entries(get_args(hint)[1], value, key)
         if isinstance(hint, EnumType):
             names = [str(member) for member in hint]
-            return hint(value) if value in names else self.fault(key, f"one of {', '.join(names)}", value)
+            if value in names:
+                return hint(value)
+            near = did_you_mean(value, names) if isinstance(value, str) else ""
+            return self.fault(key, f"one of {', '.join(names)}", value, hint=near)
         return self.scalar(hint, value, key)
 
     def items(self, kind: Any, value: Any, key: Key) -> Any:
@@ -209,10 +213,10 @@ class _Builder:
             return self.fault(key, "a finite number, text, true or false, or a list or section of such", value)
         return self.scalar(type(value), value, key)
 
-    def fault(self, key: Key, expected: str, value: Any) -> Any:
+    def fault(self, key: Key, expected: str, value: Any, *, hint: str = "") -> Any:
         """Records that `key` is not as expected and returns FAULTY."""
         got = "nothing" if value is None else shortened(value)
-        self.faults.append(Fault(key, f"must be {expected}", got=got))
+        self.faults.append(Fault(key, f"must be {expected}", got=got, hint=hint))
         return FAULTY
 
 
@@ -228,14 +232,14 @@ def _default(kind: Any, name: str) -> Any:
 
 def _option(union: Any, value: Any) -> Any:
     """Returns the member of `X | None`, `str | SomeDataclass` or `str | list[X] | dict[str, X]` that fits a value: for
-    a mapping the dataclass or the dict, for a list the list, otherwise the first."""
+    a mapping the dataclass or the dict, for a list the list, for a text or a number its type, otherwise the first."""
     options = [option for option in get_args(union) if option is not types.NoneType]
     if isinstance(value, Mapping):
         fitting = [option for option in options if is_dataclass(option) or get_origin(option) is dict]
     elif isinstance(value, list | tuple):
         fitting = [option for option in options if get_origin(option) is list]
     else:
-        fitting = []
+        fitting = [option for option in options if option is type(value)]
     return (fitting or options)[0]
 
 

@@ -35,6 +35,10 @@ class SettingError(RlframeError, ValueError):
         return str(self.fault)
 
 
+class UsageError(RlframeError, ValueError):
+    """A word of the command line that names nothing. The message has the nearest name."""
+
+
 class DataError(RlframeError, ValueError):
     """A dataset that is missing, empty or malformed. The message names the file, the line and the expected form."""
 
@@ -53,6 +57,48 @@ class WorkerDied(RlframeError, RuntimeError):
 
 class EngineDied(WorkerDied):
     """A rollout engine whose processes ended, while the actor that owns them lives. The engine is restarted."""
+
+
+class NodeDied(RlframeError, RuntimeError):
+    """A node of a joined cluster that is gone, with every worker on it. The message names it, and what failed first."""
+
+
+class OutOfMemory(WorkerDied):
+    """A rank or an engine that found no memory. The text names role, rank, call and what its device held; `explained`
+    adds the prediction and advice."""
+
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        call: str,
+        said: str,
+        device: str = "",
+        device_bytes: int = 0,
+        held: str = "",
+        advice: str = "",
+    ):
+        """
+        Args:
+            call: name of the worker's method.
+            said: the error of the allocator, in a line.
+            device: name of the device. Empty for host memory.
+            device_bytes: all memory of the device.
+            held: what the device held, in words.
+            advice: prediction and advice, in words.
+        """
+        self.role, self.rank, self.call, self.said = role, rank, call, said
+        self.device, self.device_bytes, self.held, self.advice = device, device_bytes, held, advice
+        super().__init__(role, rank, call, said, device, device_bytes, held, advice)
+
+    def explained(self, advice: str) -> "OutOfMemory":
+        """Returns the same error with a prediction and advice."""
+        return OutOfMemory(*self.args[:-1], advice)
+
+    def __str__(self) -> str:
+        where = f" of {self.device}" if self.device else " of the host"
+        lines = [f"{self.role} rank {self.rank} ran out of the memory{where} in {self.call}: {self.said}"]
+        return "\n".join([*lines, *filter(None, (self.held, self.advice))])
 
 
 class WeightSyncFailed(RlframeError, RuntimeError):

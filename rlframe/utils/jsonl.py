@@ -1,10 +1,12 @@
-"""Files of JSON lines, each of which names its step, so that a resumed run can cut off what it will do again."""
+"""Files of JSON lines, of which a resumed run can cut off what it will do again, or learn what it has done."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlframe.utils.errors import OutputError
 from rlframe.utils.files import write_whole, writing
 from rlframe.utils.text import json_line
 
@@ -33,3 +35,29 @@ def keep_steps(file: Path, done_steps: int) -> set[str]:
             known |= set(record) - {"step"}
     write_whole(file, b"".join(kept))
     return known
+
+
+def keep_whole(file: Path, key: str) -> set[Any]:
+    """Cuts off a half-written line at the end of a JSONL file. Returns the values of `key` in its lines.
+
+    Raises:
+        OutputError: a line is not an object with `key`.
+    """
+    found: set[Any] = set()
+    if not file.exists():
+        return found
+    whole_bytes = 0
+    with writing(file), file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                found.add(json.loads(line)[key])
+            except (ValueError, TypeError, KeyError) as error:
+                raise OutputError(
+                    f"{file}: line {number} is not an object with {key!r}; move the file away to begin anew"
+                ) from error
+            whole_bytes += len(line)
+    with writing(file):
+        os.truncate(file, whole_bytes)
+    return found

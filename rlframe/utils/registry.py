@@ -1,12 +1,14 @@
 """Finds the class of a component in the file or folder with the component's name."""
 
 import importlib
+import importlib.util
 import re
 from functools import cache
 from pathlib import Path
 
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 from rlframe.utils.outside import is_outside, load_class, settings_of
 
 EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|SOURCE) = ", re.MULTILINE)
@@ -32,8 +34,11 @@ def names(package: str) -> list[str]:
     TheSource`. A folder counts as its `__init__.py`. Files are read, not imported, because an engine may need packages
     that are not installed.
     """
-    folders = importlib.import_module(package).__path__
-    files = [file for folder in folders for pattern in ("*.py", "*/__init__.py") for file in Path(folder).glob(pattern)]
+    found = importlib.util.find_spec(package)
+    assert found and found.submodule_search_locations, f"{package} is a folder"
+    folders = found.submodule_search_locations
+    patterns = ("[!_]*.py", "*/__init__.py")
+    files = [file for folder in folders for pattern in patterns for file in Path(folder).glob(pattern)]
     return sorted(name_of(file) for file in files if EXTENSION.search(file.read_text(encoding="utf-8")))
 
 
@@ -57,6 +62,8 @@ def find(package: str, name: str, *, key: str) -> tuple[type, type]:
         return component, settings_of(component, key=key)
     known = names(package)
     if name not in known:
-        raise ConfigError([Fault(key, f"must be one of {', '.join(known)}", got=repr(name))])
+        raise ConfigError(
+            [Fault(key, f"must be one of {', '.join(known)}", got=repr(name), hint=did_you_mean(name, known))]
+        )
     module = importlib.import_module(f"{package}.{name}")
     return module.COMPONENT, module.CONFIG

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,3 +30,8 @@ class PrintableFormatter(logging.Formatter):
 def json_line(record: Mapping[str, Any]) -> str:
     """Returns `record` as one line of JSON that reads back exactly, with the characters of UNSAFE escaped."""
     return printable(json.dumps(record, ensure_ascii=False)) + "\n"
+
+
+def print_line(text: str) -> None:
+    """Writes lines of text to the terminal."""
+    sys.stdout.write(f"{printable(text)}\n")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from rlframe.utils import registry
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.border import DestinationInfo, SourceInfo
-from rlframe.weight_sync.transports.base import PACKAGE, RankInfo, find_transport
+from rlframe.weight_sync.transports import PACKAGE
+from rlframe.weight_sync.transports.base import RankInfo, find_transport
 
 RELOAD = "reload"
 ORDER = ("shm", "cuda_ipc", "nccl")

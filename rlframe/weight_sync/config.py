@@ -7,8 +7,9 @@ from typing import Annotated
 from rlframe.utils import registry
 from rlframe.utils.bounds import Range, Seconds, check_bounds
 from rlframe.utils.errors import SettingError
+from rlframe.utils.nearest import did_you_mean
 from rlframe.utils.outside import is_outside
-from rlframe.weight_sync.transports.base import PACKAGE
+from rlframe.weight_sync.transports import PACKAGE
 
 
 class HoldIn(StrEnum):
@@ -52,5 +53,6 @@ class WeightSyncConfig:
         check_bounds(self)
         known = ["auto", *registry.names(PACKAGE), "reload"]
         if self.transport not in known and not is_outside(self.transport):
-            hint = "it was renamed to reload" if self.transport == "stream" else ""
+            renamed = self.transport == "stream"
+            hint = "it was renamed to reload" if renamed else did_you_mean(self.transport, known)
             raise SettingError("transport", f"must be one of {', '.join(known)}", got=repr(self.transport), hint=hint)

@@ -137,7 +137,7 @@ def running(
 def greedy(loop: OnlineLoop) -> list[Rollout]:
     """Greedy answers to the held-out prompts."""
     prompts = loop.prompts.evaluation_prompts()
-    return members(loop.attempts.generate(prompts, group_size=1, step=0, sampling=loop.evaluation_sampling))
+    return members(loop.attempts.generate(prompts, group_size=1, step=0, sampling=loop.evaluation_sets[0].sampling))
 
 
 def tokens(rollouts: list[Rollout]) -> list[list[int]]:

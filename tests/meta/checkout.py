@@ -29,8 +29,8 @@ def functions(path: Path) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionD
             yield node, node.end_lineno - node.lineno + 1
 
 
-def code_block(marker: str) -> str:
-    """The content of README's fenced block that follows the line `<!-- marker -->`."""
-    lines = README.read_text(encoding="utf-8").splitlines()
+def code_block(marker: str, *, page: Path = README) -> str:
+    """The content of the page's fenced block that follows the line `<!-- marker -->`."""
+    lines = page.read_text(encoding="utf-8").splitlines()
     start = lines.index(f"<!-- {marker} -->") + 2
     return "\n".join(lines[start : lines.index("```", start)])

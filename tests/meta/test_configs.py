@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 from dataclasses import fields, is_dataclass
 
 import pytest
@@ -16,7 +17,6 @@ CONFIGS = ROOT / "configs"
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "base")
 CHOICES = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.glob("*/*.yaml"))
 TO_BE_GIVEN = {
-    "data/gsm8k": ["data.path=train.jsonl"],
     "environment/gymnasium": ["environment.options.id=CartPole-v1"],
     "environment/openenv": ["environment.options.url=http://127.0.0.1:8000"],
     "reward/judge": [
@@ -78,6 +78,12 @@ def test_sections_without_a_docstring_have_one_on_their_dataclass() -> None:
     for field in fields(RunConfig):
         if field.name in PARAPHRASED:
             assert is_dataclass(field.type) and not inspect.getdoc(field.type).startswith(field.type.__name__ + "(")
+
+
+def test_the_page_of_recipes_names_every_run_and_no_other() -> None:
+    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    tables = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert sorted(name for cell in tables for name in re.findall(r"`(\w+)`", cell)) == RUNS
 
 
 def _undocumented(node: ast.ClassDef) -> list[str]:

@@ -47,3 +47,17 @@ def test_a_sweep_goes_on_past_a_refused_job_and_ends_in_a_table(tmp_path: Path) 
     ]
     assert shared == "all with algorithm.group_size=1"
     assert all(row.endswith("refused") for row in rows)
+
+
+def test_the_first_word_names_a_tool(tmp_path: Path) -> None:
+    done = rlframe(tmp_path, "doctor")
+    assert done.returncode == 0 and "megatron-core" in done.stdout
+    asked = rlframe(tmp_path, "inspect-data", "--config-nam", "grpo_qwen3_moe", "--config-dir=nowhere")
+    assert asked.returncode == 1 and "--config-dir must be a folder" in asked.stderr
+
+
+def test_a_word_that_is_no_tool_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    done = rlframe(tmp_path, "docter")
+    assert done.returncode == 2
+    assert "docter is not a tool: there are audit, convert, doctor" in done.stderr
+    assert "did you mean doctor?" in done.stderr and "rlframe --config-name NAME key=value" in done.stderr

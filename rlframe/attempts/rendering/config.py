@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from rlframe.attempts.rendering import formats, reasoning
 from rlframe.utils.errors import SettingError
+from rlframe.utils.nearest import did_you_mean
 
 AUTO = "auto"
 NONE = "none"
@@ -38,4 +39,6 @@ class RenderingConfig:
         for field, known in (("tool_calls", formats.names()), ("reasoning", sorted(reasoning.STYLES))):
             value = getattr(self, field)
             if value not in (AUTO, NONE, *known):
-                raise SettingError(field, f"must be one of {', '.join((AUTO, NONE, *known))}", got=value)
+                names = (AUTO, NONE, *known)
+                near = did_you_mean(value, names)
+                raise SettingError(field, f"must be one of {', '.join(names)}", got=value, hint=near)

@@ -238,18 +238,19 @@ class Watchdog(threading.Thread):
 
 
 @contextmanager
-def watching(config: ClusterConfig, folder: pathlib.Path) -> Iterator[Watchdog]:
+def watching(config: ClusterConfig, folder: pathlib.Path, *, learns: bool = True) -> Iterator[Watchdog]:
     """Runs a watchdog inside the block, with limits learned inside it only.
 
     Args:
         folder: folder of the driver's own marks, `driver.mark`.
+        learns: whether phases of a kind take similar times. Otherwise the limit of each is cluster.phase_timeout_s.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begin_marks(folder / DRIVER_MARKS)
     ACTIVITIES.limits = Limits(
         ceiling_s=config.phase_timeout_s,
         factor=config.phase_timeout_factor,
-        floor_s=FLOOR_STALLS * config.stall_warning_s,
+        floor_s=FLOOR_STALLS * config.stall_warning_s if learns else math.inf,
     )
     watchdog = Watchdog(config)
     run = Activity(name="the run", limit_s=config.phase_timeout_s, setting="cluster.phase_timeout_s", is_run=True)

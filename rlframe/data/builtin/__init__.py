@@ -1,11 +1,11 @@
 """Datasets that are made, not read, by their names."""
 
-from rlframe.data.builtin import arithmetic, multiplication, reasoning_gym, reasoning_gym_homework, verifiers
+from rlframe.data.builtin import arithmetic, multiplication, questions, reasoning_gym, reasoning_gym_homework, verifiers
 from rlframe.data.builtin.arithmetic import FORMER_NAMES, Split
 from rlframe.data.records import Record
 
 __all__ = ["FORMER_NAMES", "Split", "has", "has_own_problems", "records"]
-NAMES = (*arithmetic.NAMES, *multiplication.NAMES)
+NAMES = (*arithmetic.NAMES, *multiplication.NAMES, questions.NAME)
 PACKAGES = {module.PREFIX: module for module in (reasoning_gym, verifiers)}
 """Modules that make the tasks of a package, by the beginning of their paths."""
 
@@ -17,7 +17,7 @@ def has(path: str) -> bool:
 
 def has_own_problems(path: str) -> bool:
     """Returns whether the dataset holds out problems of its own, unlike the others, which hold out the same ones."""
-    return path.startswith(tuple(PACKAGES)) or path == reasoning_gym_homework.NAME
+    return path.startswith(tuple(PACKAGES)) or path in (reasoning_gym_homework.NAME, questions.NAME)
 
 
 def short_name(path: str) -> str:
@@ -33,4 +33,6 @@ def records(path: str, split: Split) -> list[Record]:
             return module.records(path, split)
     if path == reasoning_gym_homework.NAME:
         return reasoning_gym_homework.records(split)
+    if path == questions.NAME:
+        return questions.records(split)
     return (multiplication if path in multiplication.NAMES else arithmetic).records(path, split)

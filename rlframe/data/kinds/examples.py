@@ -2,24 +2,23 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from rlframe.data.config import DataConfig
+from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
 from rlframe.data.records import Record
 from rlframe.data.text.conversations import Conversation, understand
-from rlframe.data.text.turns import Tokens, encode_turns
+from rlframe.data.text.turns import Encoded, encode_turns
 from rlframe.data.training import TrainingSource, examples_of
 from rlframe.types.supervised import Examples
 from rlframe.utils.errors import DataError
 
 
 class ExampleSource(TrainingSource[Item]):
-    """Conversations, one sequence each. Holds out the same records as `PromptSource`."""
+    """Conversations, one sequence each, or several where the chat template rewrites earlier turns. Holds out the same
+    records as `PromptSource`."""
 
     unit = "example"
     item = Item
-    settings = frozenset(
-        {"prompt_key", "answer_key", "system_prompt", "chat_template_kwargs", "template_limit_s", "last_turn_only"}
-    )
+    settings = TEMPLATE_SETTINGS | {"prompt_key", "answer_key", "system_prompt", "last_turn_only"}
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Conversation:
@@ -33,20 +32,25 @@ class ExampleSource(TrainingSource[Item]):
         return conversation
 
     def items(self, reading: Conversation, channel: int) -> list[Item]:
-        """Returns one, unless no turn has a weight."""
+        """Returns one for each sequence; none if no turn has a weight."""
         if not any(_learnt(reading, last_turn_only=self.config.last_turn_only)):
             self.dropped["no turn has a weight"] += 1
             return []
-        tokens = learnt_turns(reading, self.tokenizer, config=self.config)
-        return [Item(id=reading.id, parts=(tokens,), channel=channel)]
+        encoded = learnt_turns(reading, self.tokenizer, config=self.config)
+        self.count(encoded)
+        several = len(encoded.sequences) > 1
+        return [
+            Item(id=f"{reading.id}#{index}" if several else reading.id, parts=(tokens,), channel=channel)
+            for index, tokens in enumerate(encoded.sequences)
+        ]
 
     def batch(self, items: list[Item]) -> Examples:
         """Returns R examples packed to T tokens, in their order."""
         return examples_of(items, self.channels)
 
 
-def learnt_turns(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig) -> Tokens:
-    """Returns the conversation's tokens, learnt wherever the assistant speaks, or where it speaks last."""
+def learnt_turns(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig) -> Encoded:
+    """Returns the conversation's sequences, learnt wherever the assistant speaks, or where it speaks last."""
     weights = _learnt(conversation, last_turn_only=config.last_turn_only)
     where, tools = conversation.record.where, conversation.tools
     return encode_turns(conversation.messages, weights, tokenizer=tokenizer, config=config, where=where, tools=tools)

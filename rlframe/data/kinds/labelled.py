@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from rlframe.data.config import DataConfig
+from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
 from rlframe.data.kinds.contrasted import FAR_KEYS, NEAR_KEYS
 from rlframe.data.records import Record, is_number
 from rlframe.data.text.chat import encode, render
 from rlframe.data.text.conversations import prompt_messages, text_of
 from rlframe.data.text.documents import encode_text, last_token_counts, text_field, text_list
+from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out
 from rlframe.data.text.tool_calls import tools_of
 from rlframe.data.text.turns import end_of_turn
 from rlframe.data.training import TrainingSource, packed
@@ -65,7 +66,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
 
     unit = "labelled record"
     item = LabelledItem
-    settings = frozenset({"prompt_key", "system_prompt", "chat_template_kwargs", "template_limit_s", "labels"})
+    settings = TEMPLATE_SETTINGS | {"prompt_key", "system_prompt", "labels"}
     labels: tuple[str, ...] = ()
     """Names of the classes in the order of their numbers. Empty if labels are numbers."""
 
@@ -120,12 +121,15 @@ class LabelledSource(TrainingSource[LabelledItem]):
             where, tools = reading.record.where, tools_of(reading.record)
             text = render(
                 self.tokenizer,
-                reading.messages,
+                as_read(reading.messages, self.tokenizer, where=where),
                 config=self.config,
                 generation_prompt=False,
                 where=where,
                 tools=tools,
             )
+            check_is_written(reading.messages[-1], text.text, text)
+            if left_out := sum(is_left_out(message, text.text) for message in reading.messages[:-1]):
+                self.counted["reasoning_left_out"] += left_out
             (token_ids,) = encode(self.tokenizer, [text])
             if not token_ids:
                 raise DataError(f"{where}: expected text to judge, found that the chat template writes none")

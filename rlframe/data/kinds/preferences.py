@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rlframe.data.config import DataConfig
+from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
 from rlframe.data.records import Record, is_number
 from rlframe.data.text.conversations import PROMPT_KEYS, message, message_list, prompt_messages, text_of
@@ -67,7 +67,7 @@ class PreferenceSource(TrainingSource[Pair]):
 
     unit = "pair"
     item = Pair
-    settings = frozenset({"prompt_key", "system_prompt", "chat_template_kwargs", "template_limit_s"})
+    settings = TEMPLATE_SETTINGS | {"prompt_key", "system_prompt"}
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Comparison:
@@ -123,14 +123,17 @@ class PreferenceSource(TrainingSource[Pair]):
     def _response(self, reading: Comparison, index: int) -> Tokens:
         turns = reading.responses[index]
         weights = [0.0] * len(reading.prompt) + [float(turn["role"] == "assistant") for turn in turns]
-        return encode_turns(
+        where = reading.record.where
+        encoded = encode_turns(
             (*reading.prompt, *turns),
             weights,
             tokenizer=self.tokenizer,
             config=self.config,
-            where=reading.record.where,
+            where=where,
             tools=reading.tools,
         )
+        self.count(encoded)
+        return encoded.single(where=where, what="each response of a pair")
 
 
 def _chosen_and_rejected(record: Record, config: DataConfig) -> tuple[Turns, list[Turns]]:

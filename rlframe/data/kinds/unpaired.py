@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlframe.data.config import DataConfig
+from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
 from rlframe.data.kinds.examples import ExampleSource
 from rlframe.data.records import Record
@@ -61,7 +61,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
 
     unit = "response"
     item = UnpairedItem
-    settings = frozenset({"prompt_key", "answer_key", "system_prompt", "chat_template_kwargs", "template_limit_s"})
+    settings = TEMPLATE_SETTINGS | {"prompt_key", "answer_key", "system_prompt"}
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Verdict:
@@ -87,7 +87,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
         """Returns one."""
         messages, where = reading.conversation.messages, reading.conversation.record.where
         weights = [0.0] * (len(messages) - 1) + [1.0]
-        tokens = encode_turns(
+        encoded = encode_turns(
             messages,
             weights,
             tokenizer=self.tokenizer,
@@ -95,7 +95,9 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
             where=where,
             tools=reading.conversation.tools,
         )
-        return [UnpairedItem(id=reading.id, parts=(tokens,), channel=channel, desirable=reading.desirable)]
+        self.count(encoded)
+        # Only the last turn is learned.
+        return [UnpairedItem(id=reading.id, parts=encoded.sequences, channel=channel, desirable=reading.desirable)]
 
     def titles(self, item: UnpairedItem) -> list[str]:
         """Returns the verdict."""

@@ -12,13 +12,16 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
-from rlframe.data.text.special_tokens import Rendering, encode_renderings, marked, marks_for
+from rlframe.data.text.special_tokens import Rendering, encode_renderings, marked, marks_for, special_tokens
 from rlframe.data.text.template import kwargs_faults
 from rlframe.data.text.tool_calls import Tool, names_in, with_arguments_as_text
+from rlframe.models.chat_template import proposal
 from rlframe.types.messages import Message
 from rlframe.utils.errors import ConfigError, DataError
 
 encode = encode_renderings
+SENTINEL = "Sentinel0x"
+"""Text of a turn whose end is looked for."""
 TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
@@ -54,7 +57,10 @@ def render(
             nothing, or leaves out a tool or a call of one.
     """
     if tokenizer.chat_template is None:
-        raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use a model that has one")
+        raise DataError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template, as those of base models; use a model that "
+            f"has one, or set data.chat_template={proposal(tokenizer)}, which rlframe ships, or to a Jinja file"
+        )
     template = f"the chat template of {tokenizer.name_or_path!r}"
     marks = {} if config.special_tokens_in_text else marks_for([list(messages), list(tools)], tokenizer)
     given: list[Any] = [list(messages), list(tools)]
@@ -84,6 +90,14 @@ def render(
     rendering = Rendering(marked=text, where=where, marks={mark: token for token, mark in marks.items()})
     _check_tools(rendering, messages, tools)
     return rendering
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
+    """Returns the special token with which the template ends a turn of the assistant. Empty if it is none."""
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
+    text = render(tokenizer, turns, config=config, generation_prompt=False, where="a turn").text
+    rest = text.rpartition(SENTINEL)[2].lstrip()
+    return next((token for token in special_tokens(tokenizer) if rest.startswith(token)), "")
 
 
 def _written(apply: Callable[[list[Message]], Any], messages: list[Message]) -> Any:

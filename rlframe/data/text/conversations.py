@@ -10,7 +10,9 @@
 | sharegpt {conversations: [{from, value}], system} | the same | the same | the same |
 | alpaca {instruction, input, output, system, history} | instruction and input | output | output |
 
-Tools and calls of them are in `rlframe.data.text.tool_calls`. Their results are not learned.
+A message's `content` is text, or parts {type: text, text}, which are joined. Reasoning is read by
+`rlframe.data.text.reasoning`, tools and calls of them by `rlframe.data.text.tool_calls`. Results of tools are not
+learned.
 """
 
 import json
@@ -21,6 +23,7 @@ from typing import Any
 
 from rlframe.data.config import DataConfig
 from rlframe.data.records import Record, is_number
+from rlframe.data.text.reasoning import reasoning_of
 from rlframe.data.text.tool_calls import NONE, Tool, calls_of, tools_of
 from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError
@@ -71,6 +74,7 @@ def text_of(messages: Sequence[Message]) -> str:
     """Returns turns as one text, for comparisons: equal for equal turns only."""
     return "\x00".join(
         f"{message['role']}\x00{message['content']}"
+        + (f"\x00{message['reasoning_content']}\x00" if "reasoning_content" in message else "")
         + (json.dumps(message["tool_calls"], sort_keys=True) if "tool_calls" in message else "")
         for message in messages
     )
@@ -184,20 +188,40 @@ def message(record: Record, name: str, turn: Any) -> Message:
     """Returns the turn that the field `name` is."""
     tag = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     if isinstance(tag, str) and tag in ROLES:
-        role, content, calls = ROLES[tag], turn.get("content", turn.get("value")), turn.get("tool_calls")
+        role, calls = ROLES[tag], turn.get("tool_calls")
+        content = _text_of_content(record, f"{name}.content", turn.get("content", turn.get("value")))
+        reasoning = reasoning_of(record, name, turn, role=role)
         if tag == "function_call":
-            return {"role": role, "content": "", "tool_calls": calls_of(record, name, content)}
+            return {"role": role, "content": "", **reasoning, "tool_calls": calls_of(record, name, content)}
         if calls and role == "assistant" and (content is None or isinstance(content, str)):
-            return {"role": role, "content": content or "", "tool_calls": calls_of(record, f"{name}.tool_calls", calls)}
+            made = calls_of(record, f"{name}.tool_calls", calls)
+            return {"role": role, "content": content or "", **reasoning, "tool_calls": made}
         if isinstance(content, str) and not calls:
             of_tools = ("name", "tool_call_id") if role == "tool" else ()
-            return {"role": role, "content": content} | {
+            return {"role": role, "content": content, **reasoning} | {
                 key: turn[key] for key in of_tools if isinstance(turn.get(key), str)
             }
     raise DataError(
         f"{record.where}: expected {name} to be {{role, content}} or {{from, value}} with text and a role of "
         f"{', '.join(ROLES)}, or an assistant's {{role, tool_calls}}, found {turn!r:.80}"
     )
+
+
+def _text_of_content(record: Record, name: str, content: Any) -> Any:
+    """Returns parts of type text as one text; anything that is no list of parts as it is.
+
+    Raises:
+        DataError: a part is of another type.
+    """
+    if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
+        return content
+    for index, part in enumerate(content):
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"{record.where}: expected {name}[{index}] to be {{type: text, text: ...}}, as rlframe reads no other "
+                f"parts, found the type {part.get('type')!r:.40} in {part!r:.80}"
+            )
+    return "".join(part["text"] for part in content)
 
 
 def _alpaca(record: Record) -> list[Message]:

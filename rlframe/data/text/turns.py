@@ -1,7 +1,7 @@
 """Converts the turns of a conversation to tokens, and marks the learned ones."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
 from rlframe.data.text.chat import encode, render
+from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out
 from rlframe.data.text.special_tokens import Rendering, special_tokens
 from rlframe.data.text.tool_calls import Tool
 from rlframe.types.messages import Message
@@ -30,6 +31,33 @@ class Tokens:
     """[L] 0.0 where a token is not in the loss."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """A conversation as sequences of tokens."""
+
+    sequences: tuple[Tokens, ...]
+    """Sequences in the order of their turns: several where the template rewrites earlier turns. Each turn is learned in
+    one of them."""
+    reasoning_left_out: int
+    """Number of turns that are not learned and whose reasoning the template leaves out, as it does when the model is
+    served."""
+
+    def single(self, *, where: str, what: str) -> Tokens:
+        """Returns the only sequence.
+
+        Raises:
+            DataError: there are several, and `what` must be one.
+        """
+        if len(self.sequences) > 1:
+            raise DataError(
+                f"{where}: expected {what} to be one sequence, found {len(self.sequences)}: the chat template rewrites "
+                "earlier turns of the assistant, for example without their reasoning; let one turn of the assistant be "
+                "learned, or set data.chat_template to a template that keeps them"
+            )
+        (sequence,) = self.sequences
+        return sequence
+
+
 def encode_turns(
     messages: Sequence[Message],
     weights: Sequence[float],
@@ -38,38 +66,75 @@ def encode_turns(
     config: DataConfig,
     where: str,
     tools: Sequence[Tool] = (),
-) -> Tokens:
+) -> Encoded:
     """Returns the conversation's tokens up to the end of the last turn with a weight, each such turn's tokens with its
-    weight.
+    weight, as the template serves it.
 
-    A turn is what the whole conversation has beyond the rendering of all turns before it with an opened assistant turn,
-    up to and with the token that ends it. That holds only for templates in which each rendering is a token prefix of
-    the next: it is checked.
+    A turn is what the conversation up to it has beyond the rendering of all turns before it with an opened assistant
+    turn, up to and with the token that ends it. Where the rendering of the turns before it does not begin with what the
+    sequence has so far, because the template rewrites earlier turns, a further sequence begins.
 
     Args:
         weights: one per message, 0.0 on messages that are not the assistant's; at least one is above 0.
 
     Raises:
-        DataError: names `where`: a template that refuses the conversation or rewrites earlier turns.
+        DataError: names `where`: a template that refuses the conversation, does not read its reasoning, or opens a turn
+            otherwise than it writes it.
     """
     turns = [index for index, weight in enumerate(weights) if weight]
     assert turns and all(messages[index]["role"] == "assistant" for index in turns)
+    given = as_read(messages, tokenizer, where=where)
     rendered = partial(render, tokenizer, config=config, where=where, tools=tools)
     texts: list[Rendering] = []
     for index in turns:
-        texts.append(rendered(messages[:index], generation_prompt=True))
-        texts.append(rendered(messages[: index + 1], generation_prompt=False))
+        texts.append(rendered(given[:index], generation_prompt=True))
+        texts.append(rendered(given[: index + 1], generation_prompt=False))
+        check_is_written(messages[index], _beyond(*texts[-2:]), texts[-1])
     prefixes = encode(tokenizer, texts)
-    for earlier, later in zip(prefixes, prefixes[1:], strict=False):
-        if later[: len(earlier)] != earlier:
-            raise DataError(f"{where}: {_first_difference(earlier, later, tokenizer)}")
-    token_weights = np.zeros(len(prefixes[-1]), dtype=np.float32)
-    end = 0
+    sequences: list[_Sequence] = []
     for index, opened, closed in zip(turns, prefixes[0::2], prefixes[1::2], strict=True):
+        if closed[: len(opened)] != opened:
+            raise DataError(f"{where}: {_first_difference(opened, closed, tokenizer)}")
+        if not sequences or not sequences[-1].is_continued_by(opened):
+            sequences.append(_Sequence())
         end = end_of_turn(closed, start=len(opened), tokenizer=tokenizer)
-        token_weights[len(opened) : end] = weights[index]
-    token_weights[0] = 0.0
-    return Tokens(token_ids=np.array(prefixes[-1][:end], dtype=np.int32), weights=token_weights[:end])
+        sequences[-1].add(closed[:end], start=len(opened), weight=weights[index])
+    context = [messages[index] for index in range(turns[-1]) if not weights[index]]
+    return Encoded(
+        sequences=tuple(sequence.tokens() for sequence in sequences),
+        reasoning_left_out=sum(is_left_out(message, texts[-1].text) for message in context),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sequence:
+    """A sequence that grows by turns."""
+
+    token_ids: list[int] = field(default_factory=list)
+    learned: list[tuple[int, int, float]] = field(default_factory=list)
+    """Start, end and weight of each turn that is learned."""
+
+    def is_continued_by(self, token_ids: list[int]) -> bool:
+        """Returns whether a rendering begins with this sequence."""
+        return token_ids[: len(self.token_ids)] == self.token_ids
+
+    def add(self, token_ids: list[int], *, start: int, weight: float) -> None:
+        """Goes on to `token_ids`, of which a turn begins at `start`."""
+        self.token_ids = token_ids
+        self.learned.append((start, len(token_ids), weight))
+
+    def tokens(self) -> Tokens:
+        """Returns the tokens with their weights. Nothing predicts the first one."""
+        weights = np.zeros(len(self.token_ids), dtype=np.float32)
+        for start, end, weight in self.learned:
+            weights[start:end] = weight
+        weights[0] = 0.0
+        return Tokens(token_ids=np.array(self.token_ids, dtype=np.int32), weights=weights)
+
+
+def _beyond(opened: Rendering, closed: Rendering) -> str:
+    """Returns what a rendering has beyond another; the whole if it does not begin with it."""
+    return closed.text.removeprefix(opened.text)
 
 
 def end_of_turn(token_ids: list[int], *, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -84,12 +149,13 @@ def end_of_turn(token_ids: list[int], *, start: int, tokenizer: PreTrainedTokeni
     return last + 1
 
 
-def _first_difference(earlier: list[int], later: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    pairs = enumerate(zip(earlier, later, strict=False))
-    at = next((index for index, (one, other) in pairs if one != other), min(len(earlier), len(later)))
+def _first_difference(opened: list[int], closed: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    pairs = enumerate(zip(opened, closed, strict=False))
+    at = next((index for index, (one, other) in pairs if one != other), min(len(opened), len(closed)))
     window = slice(max(0, at - 4), at + 5)
     return (
-        "the chat template is not prefix-preserving, so the assistant's tokens cannot be told apart: at token "
-        f"{at} the conversation up to here reads {tokenizer.decode(earlier[window])!r} but with the next turn "
-        f"{tokenizer.decode(later[window])!r}; use a template that renders every turn alone"
+        "the chat template opens a turn of the assistant otherwise than it writes it, so that its tokens cannot be "
+        f"told apart: at token {at} the prompt of the turn reads {tokenizer.decode(opened[window])!r}, and with the "
+        f"turn the conversation reads {tokenizer.decode(closed[window])!r}. A template that begins the reasoning needs "
+        "a reasoning_content, or data.chat_template_kwargs such as enable_thinking=false"
     )

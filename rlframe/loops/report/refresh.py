@@ -1,8 +1,9 @@
 """Writes the page of a run again during it, as a tracker in a thread of its own."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlframe.loops.report.page import REPORT, write_page
 
@@ -39,6 +40,9 @@ class Refresh:
         ended = time.monotonic()
         self._due = ended + max(EVERY_S, (ended - began) / SHARE)
 
-    def close(self) -> None:
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Does nothing: the page has the run's own samples."""
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - as of every tracker
         """Writes the page a last time."""
         self.write()

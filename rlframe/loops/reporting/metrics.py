@@ -1,4 +1,4 @@
-"""The files of a run's numbers: metrics.jsonl, samples.jsonl, TensorBoard, wandb, MLflow, and the progress bar."""
+"""The files of a run's numbers, metrics.jsonl and samples.jsonl, its trackers and the progress bar."""
 
 import json
 import logging
@@ -7,28 +7,21 @@ import pathlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 from tqdm import tqdm
 
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
 from rlframe.loops.reporting.timeline import Timeline
-from rlframe.loops.reporting.uploads import Uploads
+from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.loops.reporting.warned import Warned
 from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
-from rlframe.utils.errors import ConfigError
-from rlframe.utils.faults import Fault
-from rlframe.utils.files import writing
 from rlframe.utils.jsonl import append, keep_steps
 from rlframe.utils.text import printable
 
 logger = logging.getLogger(__name__)
 RESTARTS = "cluster/restarts"
-EVALUATED = "evaluation/policy_version"
-"""Metric of an evaluation beside training: the step whose weights sampled it."""
 REFRESH_S = 0.5
 """Least seconds between two updates of the progress bar."""
 
@@ -43,21 +36,19 @@ class MetricsLog:
         *,
         name: str,
         steps: int,
-        resolved: Mapping[str, Any],
         done_steps: int | None,
+        trackers: Sequence[Tracker] = (),
         decode: Callable[[int], str] = str,
-        further: Sequence[Any] = (),
     ):
         """
         Args:
             folder: of the run.
             name: of the run.
             steps: of the whole run.
-            resolved: the run's configuration as plain values, for the trackers.
             done_steps: steps a resumed run keeps, None for a new one; what was written after them is cut off, it will
                 be made again.
+            trackers: begun, and closed by who has begun them.
             decode: returns the text of a token.
-            further: trackers besides those that the config names.
         """
         self.config = config
         self._metrics = folder / "metrics.jsonl"
@@ -66,7 +57,7 @@ class MetricsLog:
         """The phases of the steps."""
         self._sample_files = SampleFiles(folder, decode)
         self._known = self._keep(done_steps)
-        self._trackers = [*trackers(config, folder, name, resolved, done_steps or 0), *further]
+        self._trackers = trackers
         self._bar = tqdm(
             total=steps, initial=done_steps or 0, desc=name, unit="step", disable=not config.progress,
             dynamic_ncols=True, mininterval=REFRESH_S,
@@ -128,23 +119,28 @@ class MetricsLog:
     def has_evaluation(self, step: int) -> bool:
         """Returns whether the numbers of an evaluation of step `step` are written."""
         records = map(json.loads, self._metrics.read_bytes().splitlines()) if self._metrics.exists() else ()
-        return any(record["step"] == step and "evaluation/reward_mean" in record for record in records)
+        return any(record["step"] == step and any(map(is_evaluated, record)) for record in records)
 
     def measured(self, step: int) -> tuple[dict[str, float], set[str]]:
         """Returns the metrics of a step, and the names of all metrics that the run has logged."""
         return {name: value for name, (at, value) in self._measured.items() if at == step}, self._known
 
-    def choose_samples(self, step: int, rollouts: Sequence[Rollout], batch: TrainBatch | None = None) -> Chosen:
+    def choose_samples(
+        self, step: int, rollouts: Sequence[Rollout], batch: TrainBatch | None = None, *, evaluation: str = ""
+    ) -> Chosen:
         """Returns the rollouts of a step that are kept.
 
         Args:
-            batch: what the step trains on, in the order of the rollouts. None for an evaluation.
+            batch: what the step trains on, in the order of the rollouts. None if it trains on nothing.
+            evaluation: name of the set of prompts of an evaluation.
         """
-        return choose(self.config.samples, step, rollouts, batch)
+        return choose(self.config.samples, step, rollouts, batch, evaluation=evaluation)
 
     def log_samples(self, chosen: Chosen) -> None:
-        """Writes the first rollouts of a step as text, and those that are kept token by token."""
+        """Writes the first rollouts of a step as text, and those that are kept token by token. The first ones of an
+        evaluation are always in the trackers' tables."""
         self._sample_files.write(chosen)
+        records = []
         for rollout in chosen.rollouts[: self.config.samples_per_step]:
             record = {
                 "step": chosen.step,
@@ -159,6 +155,11 @@ class MetricsLog:
                 "versions": [span.version for span in rollout.spans],
             }
             append(self._samples, record)
+            records.append(record)
+        every = self.config.sample_table_every_steps
+        if records and every and (chosen.evaluation or chosen.step % every == 0):
+            for tracker in self._trackers:
+                tracker.samples(chosen.step, records)
 
     def print_line(self, text: str) -> None:
         """Shows a line of text above the progress bar."""
@@ -168,11 +169,9 @@ class MetricsLog:
             self._warned.note(text.removeprefix("warning: "))
 
     def close(self) -> None:
-        """Ends the progress bar and flushes the trackers."""
+        """Ends the progress bar and the notes of warnings."""
         self._bar.close()
         self._warned.close()
-        for tracker in self._trackers:
-            tracker.close()
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -239,96 +238,6 @@ def mean_of(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def trackers(
-    config: LoggingConfig, folder: pathlib.Path, name: str, resolved: Mapping[str, Any], done_steps: int
-) -> Iterable[Any]:
-    """Yields the trackers that the settings ask for."""
-    if config.tensorboard:
-        yield TensorBoard(folder / "tensorboard", done_steps)
-    if config.wandb_project:
-        yield Uploads("wandb", partial(Wandb, config.wandb_project, folder, name, resolved))
-    if config.mlflow_experiment:
-        yield Uploads("mlflow", partial(Mlflow, config.mlflow_experiment, name, resolved))
-
-
-class TensorBoard:
-    """Writes TensorBoard event files."""
-
-    def __init__(self, folder: pathlib.Path, done_steps: int):
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - costs seconds, and may be switched off
-
-        self._folder = folder
-        self._open = partial(SummaryWriter, str(folder))
-        self._writer = self._open(purge_step=done_steps + 1 if done_steps else None)
-
-    def rewind(self, done_steps: int) -> None:
-        """Makes TensorBoard drop later steps, which run again."""
-        self._writer.close()
-        self._writer = self._open(purge_step=done_steps + 1)
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step."""
-        with writing(self._folder):
-            for key, value in metrics.items():
-                self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        """Flushes the files."""
-        with writing(self._folder):
-            self._writer.close()
-
-
-class Wandb:
-    """Uploads to Weights & Biases."""
-
-    def __init__(self, project: str, folder: pathlib.Path, name: str, resolved: Mapping[str, Any]):
-        try:
-            import wandb  # noqa: PLC0415 - optional
-        except ImportError as error:
-            raise ConfigError(
-                [Fault("logging.wandb_project", "needs the package wandb", why="pip install wandb")]
-            ) from error
-        self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(resolved), resume="allow")
-        self._newest = 0
-
-    def rewind(self, done_steps: int) -> None:
-        """Does nothing: Weights & Biases ignores a repeated step, whose numbers are equal."""
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step."""
-        if EVALUATED in metrics:
-            # Steps only go up there, and an evaluation may be done beside later ones.
-            step = max(step, self._newest)
-        self._newest = step
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Flushes."""
-        self._run.finish()
-
-
-class Mlflow:
-    """Uploads to MLflow, at the address in MLflow's own environment variables."""
-
-    def __init__(self, experiment: str, name: str, resolved: Mapping[str, Any]):
-        try:
-            import mlflow  # noqa: PLC0415 - optional
-        except ImportError as error:
-            raise ConfigError(
-                [Fault("logging.mlflow_experiment", "needs the package mlflow", why="pip install mlflow")]
-            ) from error
-        mlflow.set_experiment(experiment)
-        mlflow.start_run(run_name=name)
-        mlflow.log_dict(dict(resolved), "config.yaml")
-        self._mlflow = mlflow
-
-    def rewind(self, done_steps: int) -> None:
-        """Does nothing: a repeated step is written twice, with equal numbers."""
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step."""
-        self._mlflow.log_metrics({key.replace("/", "."): value for key, value in metrics.items()}, step=step)
-
-    def close(self) -> None:
-        """Ends the run."""
-        self._mlflow.end_run()
+def is_evaluated(name: str) -> bool:
+    """Returns whether every evaluation of a set of prompts writes this metric, and nothing else does."""
+    return name.startswith("evaluation/") and name.endswith("/reward_mean")

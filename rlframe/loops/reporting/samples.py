@@ -23,7 +23,7 @@ from rlframe.utils.files import writing
 from rlframe.utils.text import json_line
 
 SAMPLES = "samples"
-NAME = re.compile(r"step-(\d{8,})(-evaluation)?\.jsonl\.gz")
+NAME = re.compile(r"step-(\d{8,})(?:-evaluation-(.+))?\.jsonl\.gz")
 DIGITS = 6
 """Digits after the decimal point of numbers by token."""
 LEVEL = 3
@@ -40,7 +40,9 @@ class Chosen:
     places: dict[int, list[str]]
     """The choices that keep a rollout, by its place among `rollouts`."""
     batch: TrainBatch | None = None
-    """The batch that the step trains on, in the order of `rollouts`. None for an evaluation."""
+    """The batch that the step trains on, in the order of `rollouts`. None if it trains on nothing."""
+    evaluation: str = ""
+    """Name of the set of prompts of an evaluation. Empty for a step of training."""
     trainer_logprobs: dict[int, Float[Tensor, " L"]] = field(default_factory=dict)
     """[L] nats of the trainer, by place."""
 
@@ -50,7 +52,14 @@ class Chosen:
         self.trainer_logprobs = dict(zip(self.places, logprobs.split(lengths), strict=True))
 
 
-def choose(config: SamplesConfig, step: int, rollouts: Sequence[Rollout], batch: TrainBatch | None = None) -> Chosen:
+def choose(
+    config: SamplesConfig,
+    step: int,
+    rollouts: Sequence[Rollout],
+    batch: TrainBatch | None = None,
+    *,
+    evaluation: str = "",
+) -> Chosen:
     """Returns the attempts of a step that the settings keep, whole: with all of their sequences."""
     attempts = attempts_in(rollouts)
     ends = np.cumsum([len(sequences) for sequences in attempts]).tolist()
@@ -59,7 +68,8 @@ def choose(config: SamplesConfig, step: int, rollouts: Sequence[Rollout], batch:
         for index in _indices(choice, config.of_each, step, attempts, batch, ends):
             for place in range(ends[index] - len(attempts[index]), ends[index]):
                 known.setdefault(place, []).append(choice.value)
-    return Chosen(step=step, rollouts=rollouts, places=dict(sorted(known.items())), batch=batch)
+    places = dict(sorted(known.items()))
+    return Chosen(step=step, rollouts=rollouts, places=places, batch=batch, evaluation=evaluation)
 
 
 def _indices(
@@ -111,7 +121,7 @@ class SampleFiles:
         """
         if not chosen.places:
             return
-        kind = "" if chosen.batch else "-evaluation"
+        kind = f"-evaluation-{chosen.evaluation}" if chosen.evaluation else ""
         path = self._folder / f"step-{chosen.step:08d}{kind}.jsonl.gz"
         lines = "".join(map(json_line, self._records(chosen))).encode()
         with writing(path):
@@ -131,7 +141,7 @@ class SampleFiles:
         means = None if batch is None else mean_advantages(batch)
         for place, why in chosen.places.items():
             rollout = chosen.rollouts[place]
-            record = {"step": chosen.step, "kind": "training" if batch else "evaluation", "kept_as": why}
+            record = {"step": chosen.step, "evaluation": chosen.evaluation, "kept_as": why}
             record |= described(rollout)
             tokens = self._tokens(rollout)
             if batch is not None and means is not None:
@@ -190,10 +200,11 @@ def described(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def sample_files(output: Path) -> list[tuple[int, bool, Path]]:
-    """Returns step, whether it is an evaluation, and path of each file of samples of a run's folder, in order."""
+def sample_files(output: Path) -> list[tuple[int, str, Path]]:
+    """Returns step, name of the evaluation's set of prompts if it is one, and path of each file of samples of a run's
+    folder, in order."""
     found = [(NAME.fullmatch(path.name), path) for path in (output / SAMPLES).glob("step-*.jsonl.gz")]
-    return sorted((int(name[1]), bool(name[2]), path) for name, path in found if name)
+    return sorted((int(name[1]), name[2] or "", path) for name, path in found if name)
 
 
 def read_samples(path: Path) -> Iterator[dict[str, Any]]:

@@ -3,11 +3,12 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlframe.utils.errors import RlframeError
+from rlframe.utils.errors import ConfigError, RlframeError
+from rlframe.utils.faults import Fault
 
 logger = logging.getLogger(__name__)
 
@@ -23,28 +24,41 @@ class Uploads(threading.Thread):
     """Creates a tracker, calls it and closes it, all in one thread, because some trackers keep their state by
     thread."""
 
-    def __init__(self, name: str, make: Callable[[], Any], *, start_s: float = START_S, close_s: float = CLOSE_S):
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Any],
+        *,
+        setting: str = "logging",
+        start_s: float = START_S,
+        close_s: float = CLOSE_S,
+    ):
         """Creates the tracker in its thread and waits for it.
 
+        Args:
+            setting: dotted key that asks for the tracker.
+
         Raises:
-            RlframeError: it was not created within `start_s` seconds, or its creation failed.
+            ConfigError: it was not created within `start_s` seconds, or its creation failed.
         """
         super().__init__(name=f"uploads to {name}", daemon=True)
         self._tracker_name, self._make, self._close_s = name, make, close_s
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
         self._begun = threading.Event()
         self._tracker: Any = None
+        self._failed = False
         self._failure: BaseException | None = None
         self.num_left_out = 0
         """Number of steps that were not uploaded, because too many were waiting or because the tracker failed."""
         self.start()
         if not self._begun.wait(start_s):
-            raise RlframeError(
-                f"{name} did not start within {start_s:g} s; check that its server is reachable, or "
-                "disable it under logging"
-            )
-        if self._failure:
+            hint = f"check that its server is reachable, or set {setting}=null"
+            raise ConfigError([Fault(setting, said=f"{name} did not start within {start_s:g} s; {hint}")])
+        if isinstance(self._failure, RlframeError):
             raise self._failure
+        if self._failure:
+            said = f"{name} could not start: {type(self._failure).__name__}: {self._failure}"
+            raise ConfigError([Fault(setting, said=f"{said}; set {setting}=null to go without")]) from self._failure
 
     def run(self) -> None:
         """Runs waiting tasks until the end."""
@@ -53,7 +67,7 @@ class Uploads(threading.Thread):
             self._begun.set()
             while task := self._waiting.get():
                 task()
-            self._tracker.close()
+            self._tracker.close(failed=self._failed)
         except BaseException as failure:  # The tracker belongs to the thread that created it.
             self._failure = failure
             self._begun.set()
@@ -73,6 +87,10 @@ class Uploads(threading.Thread):
         """Queues a message to the tracker that the steps after `done_steps` run again."""
         self._put(lambda: self._tracker.rewind(done_steps))
 
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Queues a table of samples for upload. What is not uploaded is still in samples.jsonl."""
+        self._put(lambda: self._tracker.samples(step, rows))
+
     def _put(self, task: Callable[[], None]) -> bool:
         """Queues `task`. Returns False if there is no room, or if the thread has ended."""
         try:
@@ -84,8 +102,13 @@ class Uploads(threading.Thread):
     def _upload(self, step: int, metrics: dict[str, float]) -> None:
         self._tracker(step, metrics)
 
-    def close(self) -> None:
-        """Waits until all is uploaded, at most `close_s` seconds."""
+    def close(self, *, failed: bool = False) -> None:
+        """Waits until all is uploaded, at most `close_s` seconds.
+
+        Args:
+            failed: whether the run ends with an error.
+        """
+        self._failed = failed
         try:
             self._waiting.put(None, timeout=self._close_s / 2)
         except queue.Full:

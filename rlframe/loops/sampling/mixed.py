@@ -128,7 +128,9 @@ def responses(
             where = conversations[prompt.id].record.where
             raise DataError(f"{where}: expected a response to learn, found the weight 0 on the last message; remove it")
     examples = {
-        prompt.id: learnt_turns(conversations[prompt.id], tokenizer, config=config)
+        prompt.id: learnt_turns(conversations[prompt.id], tokenizer, config=config).single(
+            where=conversations[prompt.id].record.where, what="a prompt with its response"
+        )
         for prompt in prompts.first(len(prompts))
     }
     if long := [name for name, example in examples.items() if len(example.token_ids) > max_tokens]:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from rlframe.loops.config import CheckpointConfig
 from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
 from rlframe.models import adapters
+from rlframe.models.chat_template import Exported
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.utils import files
@@ -28,13 +29,16 @@ class Exporter:
         folder: Path,
         policy: PolicyGroup,
         auxiliary: Mapping[str, ModelGroup] = NO_MODELS,
+        chat_template: Exported | None = None,
     ):
         """
         Args:
             folder: of the run.
             auxiliary: further models in training, by role.
+            chat_template: the one that the models get in the place of their own.
         """
         self.config, self.folder, self.policy, self.auxiliary = config, folder, policy, auxiliary
+        self.chat_template = chat_template
         self.dtype = getattr(torch, config.export_dtype)
 
     def __call__(self, name: str) -> None:
@@ -57,6 +61,8 @@ class Exporter:
             write_checkpoint(folder, model.export(self.dtype), max_shard_bytes=shard_bytes)
             source, outputs = resolve(model.setup.model), model.algorithm.model_outputs
             copy_sidecars(source, folder, dtype=self.dtype, num_outputs=outputs)
+            if self.chat_template is not None:
+                self.chat_template.write(folder)
 
     def _adapter(self, target: Path) -> None:
         lora, source = self.policy.setup.train.lora, resolve(self.policy.setup.model)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed
 
 from rlframe.cluster.config import Device
+from rlframe.cluster.cuda import check_cuda
 
 FACTORIES = ("tensor", "zeros")
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -27,8 +28,8 @@ def resolve(device: Device) -> torch.device:
     """Returns the torch device that `auto`, `cpu` or `cuda` means on this machine."""
     if device is Device.AUTO:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device is Device.CUDA and not torch.cuda.is_available():
-        raise ValueError("cluster.device must be cpu or auto on a machine where torch finds no CUDA device, got cuda")
+    if device is Device.CUDA:
+        check_cuda()
     return torch.device(device.value)
 
 

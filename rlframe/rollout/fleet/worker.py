@@ -13,6 +13,7 @@ import psutil
 import ray
 
 from rlframe.cluster.config import Device
+from rlframe.cluster.cuda import check_cuda
 from rlframe.cluster.worker import Worker
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
@@ -132,7 +133,9 @@ class RolloutWorker(Worker, EngineWorker):
         from rlframe.models.hub import resolve
 
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
-        cuda = setup.device is Device.CUDA or (setup.device is Device.AUTO and torch.cuda.is_available())
+        cuda = setup.device is Device.CUDA
+        if cuda:
+            check_cuda()
         self._lock = threading.Lock()
         self._num_running = 0
         self._num_ranks = setup.rollout.devices_per_engine

@@ -5,23 +5,27 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.cluster.config import Device
 from rlframe.run.check import (
     batch,
+    cluster,
     critic,
     data,
     devices,
     effect,
     judge,
     loop,
+    memory,
     model,
+    modes,
     replay,
     reward,
     routes,
     teacher,
     train,
 )
-from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, on_cuda, online
-from rlframe.run.config import RunConfig
+from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, device_of, online
+from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import to_run
 from rlframe.utils.errors import ConfigError, DataError
 from rlframe.utils.faults import Fault
@@ -54,11 +58,36 @@ def check(run: RunConfig) -> None:
         raise ConfigError(faults)
 
 
+def check_device(run: RunConfig) -> None:
+    """Refuses what does not work on `cluster.device`, which a joined cluster has decided after `check`.
+
+    Raises:
+        ConfigError: every fault.
+    """
+    if faults := [fault for topic in OF_DEVICE for fault in topic(run)]:
+        raise ConfigError(faults)
+
+
+def planned_faults(run: RunConfig) -> list[Fault]:
+    """Returns every fault that a machine can see that has the model's config.json, but not its weights, the data or the
+    devices."""
+    return [fault for topic in TOPICS if topic not in OF_THIS_MACHINE for fault in topic(run)]
+
+
 def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
-    """Returns the faults of the topics that need no section of `faulty`."""
-    skipped = OF_SAMPLING if run.rollout.replay else frozenset()
-    topics = [topic for topic, sections in TOPICS.items() if not faulty & sections and topic not in skipped]
+    """Returns the faults of the topics that concern the run and need no section of `faulty`."""
+    concerned = topics_of(run)
+    topics = [topic for topic, sections in TOPICS.items() if not faulty & sections and topic in concerned]
     return [fault for topic in topics for fault in topic(run)]
+
+
+def topics_of(run: RunConfig) -> Set[Any]:
+    """Returns the topics about what the run does. Without ranks that is nothing of training, whose settings are not
+    used."""
+    if run.trains(online=algorithm_of(run).online):
+        return TOPICS.keys() - (OF_SAMPLING if run.rollout.replay else frozenset())
+    reads_data = run.mode is Mode.EVALUATE and run.data.holds_out
+    return WITHOUT_TRAINING | ({check_data} if reads_data else frozenset())
 
 
 def _faults_elsewhere(values: Mapping[str, Any], known: list[Fault]) -> list[Fault]:
@@ -97,8 +126,8 @@ def check_data(run: RunConfig) -> Iterator[Fault]:
 def check_training(run: RunConfig) -> Iterator[Fault]:
     """Checks the options of training against the model, the devices and the algorithm."""
     architecture, _ = architecture_of(run)
-    cuda = on_cuda(run)
-    yield from train.device_faults(run.train, cuda=cuda)
+    if (device := device_of(run)) is not Device.AUTO:
+        yield from train.device_faults(run.train, cuda=device is Device.CUDA)
     if architecture:
         yield from algorithm_of(run).faults(hidden_size=architecture.hidden_size)
         yield from train.model_faults(run.train, architecture)
@@ -108,8 +137,8 @@ def check_training(run: RunConfig) -> Iterator[Fault]:
 
 def check_routes(run: RunConfig) -> Iterator[Fault]:
     """Checks that engines can return the routed experts that the policy's routers replay."""
-    cuda = on_cuda(run)
-    yield from routes.faults(run, algorithm_of(run), cuda=cuda)
+    if (device := device_of(run)) is not Device.AUTO:
+        yield from routes.faults(run, algorithm_of(run), cuda=device is Device.CUDA)
 
 
 def check_critic(run: RunConfig) -> Iterator[Fault]:
@@ -172,6 +201,9 @@ TOPICS = {
     model.files: {"model", "algorithm"},
     model.parallel: {"model", "train"},
     batch.batch: {"prompts_per_step", "algorithm", "train"},
+    cluster.address: {"cluster"},
+    cluster.job_folder: {"output"},
+    cluster.variables: {"cluster", "train"},
     devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
     devices.engine: {"model", "rollout", "algorithm"},
     loop.environment: {"rollout", "algorithm"},
@@ -179,7 +211,7 @@ TOPICS = {
     batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
     check_data: {"data", "seed"},
     data.curriculum_faults: {"data", "reward", "judge", "steps", "algorithm"},
-    devices.packages: {"rollout", "logging"},
+    devices.packages: {"rollout", "logging", "cluster"},
     batch.optimizer: {"train"},
     model.lora: {"model", "train"},
     check_training: {"model", "train", "cluster", "algorithm"},
@@ -200,10 +232,28 @@ TOPICS = {
     loop.checkpoint: {"checkpoint"},
     replay.faults: {"model", "rollout", "algorithm", "train", "checkpoint", "prompts_per_step", "steps", "output"},
     loop.offline: {"algorithm", "train"},
+    memory.faults: set(RunConfig.__dataclass_fields__),
     effect.revisions: {"model", "critic", "teacher", "judge", "reward"},
+    modes.mode: {"mode", "data", "evaluation", "algorithm", "rollout", "checkpoint"},
+    modes.sets: {"mode", "data", "evaluation", "reward", "rollout", "model", "algorithm"},
+    modes.prompts: {"mode", "data", "seed", "model"},
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
+
+OF_THIS_MACHINE = frozenset(
+    {
+        model.files,
+        devices.devices,
+        devices.transport,
+        devices.packages,
+        check_data,
+        data.curriculum_faults,
+        check_reward,
+        memory.faults,
+    }
+)
+"""Topics about weights, data, packages and devices, which a machine that only plans need not have."""
 
 OF_SAMPLING = frozenset(
     {
@@ -219,3 +269,32 @@ OF_SAMPLING = frozenset(
     }
 )
 """Topics about what a replay does not start: engines, data and rewards, which its machine need not have."""
+
+WITHOUT_TRAINING = frozenset(
+    {
+        model.model,
+        model.files,
+        devices.devices,
+        devices.engine,
+        devices.packages,
+        loop.environment,
+        batch.tokens,
+        check_reward,
+        check_reward_model,
+        check_judge,
+        effect.revisions,
+        modes.mode,
+        modes.sets,
+        modes.prompts,
+        effect.GENERATION.faults,
+    }
+)
+"""Topics about engines and rewards alone, in the modes that start nothing else."""
+OF_DEVICE = (
+    devices.transport,
+    check_training,
+    check_routes,
+    check_critic,
+    *(need.faults for need in effect.NEEDS if "cluster" in need.beside),
+)
+"""Topics that depend on the device, which `auto` on a joined cluster leaves open until then."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from rlframe.environments.base import answers
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Schedule
-from rlframe.run.check.context import algorithm_of, architecture_of, online
+from rlframe.run.check.context import algorithm_of, architecture_of, online, response_limits
 from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault, Key
 
@@ -54,20 +55,19 @@ def batch(run: RunConfig) -> Iterator[Fault]:
 
 
 def tokens(run: RunConfig) -> Iterator[Fault]:
-    """Checks that the longest rollout fits one packed forward pass and the model's positions."""
+    """Checks that the longest rollout fits the model's positions, and one packed forward pass where one trains."""
     if not online(run):
         return
     architecture, _ = architecture_of(run)
     cp = Parallel.parse(run.train.parallel).cp
-    limits: dict[Key | str, int] = {Key.of("train.max_tokens_per_microbatch"): run.train.sequence_tokens}
+    limits: dict[Key | str, int] = {}
+    if run.trains(online=True) or answers(run.environment):
+        limits[Key.of("train.max_tokens_per_microbatch")] = run.train.sequence_tokens
     if architecture:
         limits["the model's positions"] = architecture.max_positions
     if run.rollout.sequence_tokens is not None:
         limits["the engine's longest sequence, rollout.max_model_len"] = run.rollout.sequence_tokens
-    responses = {"rollout.max_tokens": run.rollout.max_tokens}
-    if run.evaluation.max_tokens is not None:
-        responses["evaluation.max_tokens"] = run.evaluation.max_tokens
-    for key, tokens in responses.items():
+    for key, tokens in response_limits(run).items():
         for limit, most in limits.items():
             if run.data.max_prompt_tokens + tokens > most:
                 yield Fault(

@@ -23,7 +23,7 @@ def faults(
 ) -> Iterator[Fault]:
     """Yields the faults that the policy's `rules` find in the critic's settings, without those they find in the
     policy's own."""
-    if algorithm.critic_warmup_steps >= run.steps:
+    if algorithm.critic_warmup_steps >= run.steps > 0:
         yield Fault(
             "algorithm.critic_warmup_steps",
             f"must be below steps={run.steps}",

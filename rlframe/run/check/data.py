@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from rlframe.algorithms.base import Algorithm
@@ -13,10 +14,10 @@ from rlframe.data.prompts import PromptSource
 from rlframe.data.sources import load
 from rlframe.data.storage.sequences import Joined
 from rlframe.data.streaming import check_beginning
-from rlframe.data.text.chat import render
+from rlframe.data.text.chat import end_token, render
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.data.text.template import kwargs_faults
-from rlframe.models import hub, tokenizer
+from rlframe.models import chat_template, hub, tokenizer
 from rlframe.run.check.context import algorithm_of
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError, DataError
@@ -31,6 +32,7 @@ OF_SOME_KINDS = (
     "last_turn_only",
     "text_layout",
     "labels",
+    "chat_template",
     "chat_template_kwargs",
     "template_limit_s",
     "max_prompt_tokens",
@@ -84,7 +86,7 @@ def curriculum_faults(run: RunConfig) -> Iterator[Fault]:
             "data.curriculum.reward_part", f"must be one of reward.parts, {', '.join(run.reward_names)}", got=repr(part)
         )
     for name, first in (curriculum.stages or {}).items():
-        if first > run.steps:
+        if first > run.steps > 0:
             yield Fault(
                 f"data.curriculum.stages.{name}",
                 f"must be at most steps={run.steps}",
@@ -132,21 +134,31 @@ def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: s
 
 
 def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_prompt: bool) -> Iterator[Fault]:
-    """Rejects a chat template that fails on the first record, or drops the user's text."""
+    """Rejects a chat template that fails on the first record, drops the user's text, or ends turns where engines do not
+    stop."""
     messages = next((reading.messages for reading in readings[:1]), ())
     # The messages up to the user's last one: the prompt of the assistant's last turn.
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not prompt:
         return
     try:
-        tokens = tokenizer.load(hub.resolve(run.model))
+        folder = hub.resolve(run.model)
+        tokens = tokenizer.load(folder)
+    except (CheckpointError, ConfigError):
+        # Reported by the topic of the model.
+        return
+    try:
+        if run.data.chat_template is not None:
+            chat_template.give(tokens, run.data.chat_template)
         if unread := list(kwargs_faults(tokens, run.data)):
             yield from unread
             return
         where = f"{run.data.what}: the first record"
         text = render(tokens, prompt, config=run.data, generation_prompt=generation_prompt, where=where).text
-    except (CheckpointError, ConfigError):
-        # Reported by the topic of the model.
+        if run.data.chat_template is not None and generation_prompt:
+            yield from _stop_faults(run, folder, end_token(tokens, run.data))
+    except ConfigError as error:
+        yield from error.faults
         return
     except DataError as error:
         yield Fault("data", said=error)
@@ -157,6 +169,21 @@ def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_promp
             "model.path",
             said=f"the chat template of {tokens.name_or_path!r} leaves out the user's message {said!r:.60}",
         )
+
+
+def _stop_faults(run: RunConfig, folder: Path, end: str) -> Iterator[Fault]:
+    """Rejects a chat template that ends turns where engines do not stop."""
+    tokens = tokenizer.load(folder)
+    stopping = {str(tokens.convert_ids_to_tokens(token)) for token in tokenizer.stop_token_ids(folder)}
+    if not end or end in stopping or end in run.rollout.stop:
+        return
+    yield Fault(
+        "rollout.stop",
+        f"must hold {end!r}, with which data.chat_template={run.data.chat_template} ends turns",
+        got=run.rollout.stop,
+        why=f"engines stop at {', '.join(sorted(stopping)) or 'nothing'}",
+        hint=f"set rollout.stop='[\"{end}\"]', or add its id to eos_token_id in {folder}/generation_config.json",
+    )
 
 
 def learnt_kind(algorithm: Algorithm) -> Any:

@@ -1,6 +1,5 @@
 """Rules about devices, engines, transports and packages."""
 
-import os
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +9,7 @@ from rlframe.rollout.base.config import CacheAfterSync
 from rlframe.run.check import critic as check_critic
 from rlframe.run.check import teacher as check_teacher
 from rlframe.run.check import train as check_train
-from rlframe.run.check.context import architecture_of, critic_of, missing, on_cuda, online
+from rlframe.run.check.context import architecture_of, critic_of, device_of, missing, online
 from rlframe.run.config import RunConfig
 from rlframe.run.roles import topology
 from rlframe.utils import registry
@@ -24,11 +23,15 @@ from rlframe.weight_sync.transports.base import RankInfo, find_transport
 def devices(run: RunConfig) -> Iterator[Fault]:
     """Checks that this machine has enough CUDA devices. On CPU ranks share cores, and a joined cluster counts its own
     devices."""
-    if run.cluster.device is Device.CUDA and not torch.cuda.is_available():
-        yield Fault("cluster.device", "must be cpu or auto on a machine without a CUDA device", got="cuda")
+    if run.cluster.joins or device_of(run) is Device.CPU:
         return
-    joins = run.cluster.address or os.environ.get("RAY_ADDRESS")
-    if joins or run.cluster.device is Device.CPU or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        yield Fault(
+            "cluster.device",
+            "must be cpu or auto on a machine without a CUDA device",
+            got="cuda",
+            hint="set cluster.address to train on the devices of a Ray cluster",
+        )
         return
     roles = topology(run, online=online(run), has_critic=critic_of(run) is not None)
     if (needed := roles.num_devices) > torch.cuda.device_count():
@@ -63,12 +66,14 @@ def transport(run: RunConfig) -> Iterator[Fault]:
     except ConfigError as error:
         yield from error.faults
         return
-    cuda = on_cuda(run)
+    if (device := device_of(run)) is Device.AUTO:
+        return
+    cuda = device is Device.CUDA
     trainer, engine = (RankInfo(host="here", device=f"GPU {pid}" if cuda else "cpu", pid=pid) for pid in (0, 1))
     if refusal := carrier.refusal(trainer, engine):
         yield Fault(
             "weight_sync.transport",
-            f"does not work with cluster.device={run.cluster.device} on this machine",
+            f"does not work with cluster.device={run.cluster.device}{'' if run.cluster.joins else ' on this machine'}",
             got=wish,
             why=refusal,
             hint="auto chooses one that works",
@@ -77,9 +82,10 @@ def transport(run: RunConfig) -> Iterator[Fault]:
 
 
 def packages(run: RunConfig) -> Iterator[Fault]:
-    """Checks that the packages the run needs are installed."""
+    """Checks that the packages the run needs are installed. The nodes of a joined cluster are asked for the engine."""
     engine = run.rollout.name
-    if run.rollout.replay is None and engine in check_teacher.ENGINES_WITH_EXTRA and missing(engine):
+    needed = run.rollout.replay is None and engine in check_teacher.ENGINES_WITH_EXTRA
+    if needed and not run.cluster.joins and missing(engine):
         yield Fault(
             "rollout.name",
             f"needs the package {engine}",
@@ -87,10 +93,16 @@ def packages(run: RunConfig) -> Iterator[Fault]:
             why=f'pip install "rlframe[{engine}]"',
             stated=True,
         )
-    loggers = {"logging.wandb_project": "wandb", "logging.mlflow_experiment": "mlflow"}
+    loggers = {
+        "logging.wandb_project": "wandb",
+        "logging.mlflow_experiment": "mlflow",
+        "logging.trackio_project": "trackio",
+    }
     for key, package in loggers.items():
         if getattr(run.logging, key.removeprefix("logging.")) and missing(package):
-            yield Fault(key, f"needs the package {package}", why=f"pip install {package}, or set the key to null")
+            yield Fault(
+                key, f"needs the package {package}", why=f'pip install "rlframe[{package}]", or set the key to null'
+            )
 
 
 def sleep(run: RunConfig) -> Iterator[Fault]:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
+from rlframe.cluster.config import Device
 from rlframe.environments.base import answers
 from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
-from rlframe.run.check.context import on_cuda, online, samples
-from rlframe.run.config import RunConfig
+from rlframe.run.check.context import device_of, online, samples
+from rlframe.run.config import Mode, RunConfig
 from rlframe.utils.faults import Fault
 
 
@@ -45,13 +46,16 @@ class Need:
                 yield Fault(key, f"has no effect with {why}", got=value, hint="remove it")
 
 
+GENERATION = Need(("generation",), lambda run: run.mode is not Mode.GENERATE, "mode={mode}", ("mode",))
 NEEDS = (
+    GENERATION,
     Need(
         (
             "train.num_minibatches",
             "train.epochs_per_batch",
             "evaluation.max_tokens",
             "evaluation.num_engines",
+            "evaluation.sets",
             "reward",
             "judge",
             "rollout",
@@ -123,7 +127,7 @@ NEEDS = (
     ),
     Need(
         ("rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.moe_backend"),
-        lambda run: isinstance(run.rollout, ServedConfig) and not on_cuda(run),
+        lambda run: isinstance(run.rollout, ServedConfig) and device_of(run) is Device.CPU,
         "engines on a CPU",
         ("cluster",),
     ),
@@ -196,7 +200,7 @@ NEEDS = (
     ),
     Need(
         ("rollout.enforce_eager",),
-        lambda run: run.rollout.name == "sglang" and not on_cuda(run),
+        lambda run: run.rollout.name == "sglang" and device_of(run) is Device.CPU,
         "SGLang on a CPU",
         ("cluster",),
     ),

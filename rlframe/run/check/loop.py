@@ -180,7 +180,7 @@ def reference(run: RunConfig) -> Iterator[Fault]:
             why="the reference is the model without its adapters, which is not trained",
             hint="train all weights",
         )
-    if every >= run.steps:
+    if every >= run.steps > 0:
         yield Fault(
             "algorithm.reference_update.every_steps",
             f"must be below steps={run.steps}",

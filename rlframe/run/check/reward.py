@@ -13,7 +13,7 @@ from rlframe.models.families.base import Architecture
 from rlframe.rewards.base import is_users, part_faults
 from rlframe.rewards.runner import try_start
 from rlframe.run.check import vocabulary
-from rlframe.run.check.context import longest_rollout, online
+from rlframe.run.check.context import longest_rollout, online, response_limits
 from rlframe.run.config import RunConfig
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError, RewardError
@@ -90,7 +90,7 @@ def _length_faults(run: RunConfig, architecture: Architecture, path: str) -> Ite
     """Checks that the reward model can score every rollout, and an attempt by one sequence."""
     what, longest = longest_rollout(run)
     if not answers(run.environment):
-        longest = max(longest, run.data.max_prompt_tokens + (run.evaluation.max_tokens or 0))
+        longest = max(longest, run.data.max_prompt_tokens + max(response_limits(run).values()))
     elif run.rendering.history is History.FORK:
         yield Fault(
             MODEL,

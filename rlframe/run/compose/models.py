@@ -12,6 +12,7 @@ from rlframe.attempts.worker import RunnerSetup
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Allocation, Placement
 from rlframe.cluster.roles import CRITIC, JUDGE_ENGINES, REWARD_MODEL, TEACHER, TEACHER_ENGINES
+from rlframe.environments.base import answers
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.loops.distillation import Teacher, with_teacher
 from rlframe.loops.phases import Phases
@@ -23,16 +24,18 @@ from rlframe.megatron.driver.forward_only_group import RewardModelGroup, Teacher
 from rlframe.megatron.driver.policy import CriticGroup, PolicyGroup
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.models import tokenizer
+from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
-from rlframe.rollout.fleet.frozen import JudgeEngines
+from rlframe.rollout.fleet.frozen import FrozenEngines, JudgeEngines
 from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.run.compose.parts import Parts
 from rlframe.run.roles import teacher_engine
 from rlframe.run.teacher import TeacherPlacement
+from rlframe.weight_sync.frozen import FrozenProof
 
 Group = TypeVar("Group", bound=RolloutGroup)
 
@@ -208,10 +211,32 @@ def runner_setup(parts: Parts, engines: RolloutGroup, *, rewarded: bool) -> Runn
         reward=reward if rewarded and reward.parts else None,
         seed=parts.config.seed,
         max_calls=engines.max_calls,
-        max_positions=min(engines.max_positions, parts.config.train.sequence_tokens),
+        max_positions=_max_positions(parts, engines),
         aside_share=parts.config.evaluation.share,
         folder=os.getcwd(),
     )
+
+
+def _max_positions(parts: Parts, engines: RolloutGroup) -> int:
+    """Returns the greatest number of tokens of a sequence that the engines and, if there is one, the trainer take."""
+    config = parts.config
+    # Without a trainer this is what environment.max_tokens=null means, so that attempts are those of training.
+    if config.trains(online=parts.requirements.online) or answers(config.environment):
+        return min(engines.max_positions, config.train.sequence_tokens)
+    return engines.max_positions
+
+
+def frozen(parts: Parts, placement: Placement) -> FrozenEngines:
+    """Returns engines that hold the model for good, not started."""
+    config = parts.config
+    slots = placement.engines
+    threads = parts.threads(len(slots))
+    setup = engine_setup(parts, config.rollout, config.model)
+    engines = FrozenEngines(setup, slots=slots, num_threads=threads, **parts.limits())
+    if not config.model.random_init:
+        reader = CheckpointReader(resolve(config.model))
+        engines.proof = FrozenProof(reader.tensor, engines, num_threads=parts.threads(1))
+    return engines
 
 
 def rollout(parts: Parts, placement: Placement) -> RolloutGroup:

@@ -43,5 +43,5 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
         phase=Phases(sharing=[], announce=metrics.announce, ended=metrics.timeline.ended),
         metrics=metrics,
         checkpoints=parts.checkpoints,
-        export=Exporter(config.checkpoint, parts.folder, policy),
+        export=Exporter(config.checkpoint, parts.folder, policy, chat_template=parts.chat_template()),
     )

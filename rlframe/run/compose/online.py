@@ -9,6 +9,7 @@ from rlframe.attempts.ledger import Ledger
 from rlframe.attempts.mending import Mender
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.evaluate import EvaluationBeside, come_back
+from rlframe.loops.evaluation_sets import EvaluationSet
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
@@ -19,9 +20,9 @@ from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded
 from rlframe.run.compose.sampling import given_responses, sampler
+from rlframe.run.compose.sets import evaluation_sets
 from rlframe.run.compose.trained import Trained, trained
 from rlframe.run.config import RunConfig
-from rlframe.types.rollout import SamplingParams
 from rlframe.weight_sync.border import SourceGroup
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.config import HoldIn
@@ -38,6 +39,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     policy = models_trained.policy
     attempts = models.attempts(parts, rollout)
     prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
+    sets = evaluation_sets(parts, prompts)
     examples = given_responses(parts, prompts)
     parts.start_up.done("data")
     engines = [rollout, apart] if apart else [rollout]
@@ -89,8 +91,8 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         metrics=metrics,
         checkpoints=parts.checkpoints,
         export=models_trained.exporter(parts),
-        evaluation_sampling=greedy(config),
-        evaluation=evaluation(parts, policy, attempts, apart, prompts) if ahead(config) else None,
+        evaluation_sets=sets,
+        evaluation=evaluation(parts, policy, attempts, apart, sets) if ahead(config) else None,
         teacher=models_trained.teacher,
         probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
@@ -131,13 +133,8 @@ def mending(parts: Parts, attempts: Attempts) -> Mender | None:
     return mender
 
 
-def greedy(config: RunConfig) -> SamplingParams:
-    """Returns the sampling parameters of evaluations."""
-    return config.rollout.sampling(greedy=True, max_tokens=config.evaluation.max_tokens)
-
-
 def evaluation(
-    parts: Parts, policy: PolicyGroup, attempts: Attempts, apart: EvaluationEngines | None, prompts: PromptSource
+    parts: Parts, policy: PolicyGroup, attempts: Attempts, apart: EvaluationEngines | None, sets: list[EvaluationSet]
 ) -> EvaluationBeside:
     """Returns evaluations during which training goes on.
 
@@ -145,13 +142,12 @@ def evaluation(
         attempts: those of training, whose engines are shared without other ones.
         apart: engines that only evaluate.
     """
-    held_out, sampling = prompts.evaluation_prompts(), greedy(parts.config)
     if apart is None:
-        return EvaluationBeside(attempts=attempts, prompts=held_out, sampling=sampling)
+        return EvaluationBeside(attempts=attempts, sets=sets)
     weight_sync = synced(parts, policy.channel(apart.role), apart)
     apart.rejoin = partial(come_back, weight_sync)
     own = models.attempts(parts, apart, role="evaluation_runner")
-    return EvaluationBeside(attempts=own, prompts=held_out, sampling=sampling, weight_sync=weight_sync)
+    return EvaluationBeside(attempts=own, sets=sets, weight_sync=weight_sync)
 
 
 def sharing(parts: Parts, models_trained: Trained, rollout: RolloutGroup) -> list[Sleeper]:

@@ -3,29 +3,39 @@
 import logging
 import math
 import os
-import pathlib
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from rlframe.algorithms.requirements import Requirements
-from rlframe.cluster import runtime
+from rlframe.cluster import inspection, nodes, runtime
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
+from rlframe.data.text.chat import end_token
+from rlframe.data.text.special_tokens import special_tokens
 from rlframe.loops.report.page import MISSING, can_draw
 from rlframe.loops.report.refresh import Refresh
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.start_up import StartUp
+from rlframe.loops.reporting.trackers import trackers
+from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.loops.reporting.uploads import Uploads
 from rlframe.loops.saving.checkpoints import Checkpoints, read_state
 from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.models import tokenizer
+from rlframe.models.chat_template import Exported, text_of
 from rlframe.models.hub import resolve
-from rlframe.run.config import RunConfig
+from rlframe.run.check import check_device
+from rlframe.run.check.cluster import needs
+from rlframe.run.config import Mode, RunConfig
 from rlframe.run.roles import topology
+from rlframe.utils.build import as_dict
 from rlframe.utils.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -36,27 +46,46 @@ LOGS = "logs"
 class Parts:
     """Common parts of the compositions. Puts everything that must be closed on `stack`."""
 
+    device: torch.device
+    """The device of every rank and engine. Known from `devices` on, because a joined cluster decides it."""
+
     def __init__(self, config: RunConfig, requirements: Requirements, stack: ExitStack, start_up: StartUp):
         self.config, self.requirements, self.stack, self.start_up = config, requirements, stack, start_up
-        self.folder = pathlib.Path(config.output).absolute()
-        self.device = platform.resolve(config.cluster.device)
+        self.folder = config.folder
         # First: it takes seconds at most, and its errors must not wait for anything.
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.latest = self.checkpoints.latest()
-        self.tokenizer = tokenizer.load(resolve(config.model))
+        self.trackers = list(self._trackers()) if config.mode is Mode.TRAIN else []
+        self.tokenizer = tokenizer.load(resolve(config.model), chat_template=config.data.chat_template)
         self.groups: list[RankGroup] = []
         """The groups of ranks of every trained model, and of frozen models with ranks of their own."""
 
     def devices(self) -> Placement:
-        """Starts Ray or joins it, and reserves the devices of every role."""
+        """Starts Ray or joins it, and reserves the devices of every role.
+
+        Raises:
+            ConfigError: a joined cluster has not the devices, the folders or the packages that the run needs.
+        """
         cluster, required = self.config.cluster, self.requirements
         roles = topology(self.config, online=required.online, has_critic=required.critic)
         with waiting("start of Ray", role="driver", limit_s=math.inf, start_limit_s=cluster.start_timeout_s):
             self.stack.enter_context(runtime.running(cluster, num_devices=roles.num_devices))
-            placement = reserve(roles, gpu=self.device.type == "cuda", timeout_s=cluster.start_timeout_s)
-        self.stack.callback(placement.release)
+            self.device = self._joined_device() if cluster.joins else platform.resolve(cluster.device)
+            gpu, joins = self.device.type == "cuda", bool(cluster.joins)
+            placement = reserve(roles, gpu=gpu, timeout_s=cluster.start_timeout_s, growing=joins)
+            self.stack.callback(placement.release)
+            if joins:
+                self.stack.enter_context(nodes.noticing_deaths(placement.nodes))
+                inspection.inspect(needs(self.config, self.folder), placement.nodes)
         self.start_up.done("Ray")
         return placement
+
+    def _joined_device(self) -> torch.device:
+        """Returns the device that `cluster.device` means on the nodes of the joined cluster, having checked the rules
+        that depend on it."""
+        device = nodes.settle(self.config.cluster, nodes.alive())
+        check_device(replace(self.config, cluster=replace(self.config.cluster, device=device)))
+        return torch.device(device.value)
 
     def start_groups(self) -> None:
         """Builds the models of all groups of ranks and loads their weights."""
@@ -76,6 +105,14 @@ class Parts:
         """Returns the CPU threads of each of `count` processes that run at the same time on this machine."""
         return max(1, len(os.sched_getaffinity(0)) // max(1, count))
 
+    def chat_template(self) -> Exported | None:
+        """Returns the chat template that exported models get, or None if they keep their own."""
+        data = self.config.data
+        if data.chat_template is None:
+            return None
+        end = end_token(self.tokenizer, data)
+        return Exported(text=text_of(data.chat_template), end_token_id=special_tokens(self.tokenizer).get(end))
+
     def schedule(self) -> Schedule:
         """Returns which steps the loop does, and what follows which of them."""
         config = self.config
@@ -92,27 +129,35 @@ class Parts:
         """Number of steps of the latest checkpoint. None if there is none."""
         return read_state(self.latest).step if self.latest else None
 
-    def report(self) -> list[Uploads]:
-        """Returns what writes report.html beside the run. Nothing if it is switched off, or its package is missing."""
-        if not self.config.logging.report:
-            return []
-        if not can_draw():
-            logger.info("report.html is not written: %s", MISSING)
-            return []
-        return [Uploads("report.html", partial(Refresh, self.folder))]
-
     def metrics(self) -> MetricsLog:
         """Returns the log of the run, which continues from the latest checkpoint."""
-        resolved = without_secrets(asdict(self.config))
         metrics = MetricsLog(
             self.config.logging,
             self.folder,
             name=self.config.name,
             steps=self.config.steps,
-            resolved=resolved,
             done_steps=self.done_steps,
+            trackers=self.trackers,
             decode=partial(tokenizer.piece, self.tokenizer),
-            further=self.report(),
         )
         self.stack.callback(metrics.close)
         return metrics
+
+    def _trackers(self) -> Iterator[Tracker]:
+        """Yields the trackers, begun before any process starts that would have to wait for a wrong password."""
+        config = self.config
+        resolved = without_secrets(as_dict(config))
+        for tracker in trackers(config.logging, self.folder, config.name, resolved, self.done_steps):
+            self.stack.push(partial(_close, tracker))
+            yield tracker
+        if config.logging.report and can_draw():
+            page = Uploads("report.html", partial(Refresh, self.folder), setting="logging.report")
+            self.stack.push(partial(_close, page))
+            yield page
+        elif config.logging.report:
+            logger.info("report.html is not written: %s", MISSING)
+
+
+def _close(tracker: Tracker, _: type[BaseException] | None, error: BaseException | None, *__: Any) -> None:
+    """Closes a tracker at the end of a run, which has failed with `error` or has ended well."""
+    tracker.close(failed=error is not None)

@@ -1,10 +1,11 @@
 """A whole run, from its configuration to the closing paragraph."""
 
+import logging
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.cluster import job
 from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.loops.offline import OfflineLoop
@@ -16,41 +17,80 @@ from rlframe.loops.reporting.summary import closing_paragraph
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption
 from rlframe.loops.stop import Stop
+from rlframe.run.compose.evaluate import evaluate
+from rlframe.run.compose.generate import generate
 from rlframe.run.compose.offline import offline
 from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.replay import replay
-from rlframe.run.config import RunConfig
+from rlframe.run.config import Mode, RunConfig
+from rlframe.run.preflight.explain import explaining
 from rlframe.utils import garbage
+from rlframe.utils.errors import ConfigError, NodeDied
 from rlframe.utils.registry import find
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = None) -> dict[str, float]:
-    """Runs the whole run, or the rest of it if its folder holds a checkpoint, and prints the closing paragraph.
+    """Does what `mode` says. Runs the whole run, or the rest of it if its folder holds a checkpoint, and prints the
+    closing paragraph; or evaluates, or generates.
+
+    If a joined cluster loses a node of the run, it goes on from the last checkpoint on the nodes that are left or have
+    come, at most `cluster.max_restarts` times.
 
     Args:
         stop: ends the loop before its last step on request; None for a run that nothing ends early.
         began: when the start began, of `time.monotonic`, for what is said of its duration; None means now.
 
     Returns:
-        The results of the paragraph: `after/...` of the last evaluation, or `last_loss`.
+        The results: `after/...` of the last evaluation, or `last_loss`.
+
+    Raises:
+        NodeDied: no restart is left, or the cluster has too few devices without the node.
     """
+    stop = stop or Stop()
+    deaths: list[NodeDied] = []
+    while True:
+        try:
+            return run_on(config, stop, began=began)
+        except NodeDied as error:
+            began = None
+            deaths.append(error)
+            if len(deaths) > config.cluster.max_restarts:
+                raise
+            logger.warning("%s; going on from the last checkpoint with the nodes that are left or come back", error)
+        except ConfigError as error:
+            if not deaths:
+                raise
+            raise NodeDied(f"{deaths[-1]}; {'; '.join(map(str, error.faults))}") from error
+
+
+def run_on(config: RunConfig, stop: Stop, *, began: float | None) -> dict[str, float]:
+    """Runs the run on the nodes that the cluster has now; see `run`."""
     garbage.hold()
     started = time.monotonic() if began is None else began
     start_up = StartUp(started)
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
-    logs = Path(config.output).absolute() / LOGS
-    with watching(config.cluster, logs) as watchdog, ExitStack() as stack, work(watchdog):
+    trains = config.mode is Mode.TRAIN
+    with (
+        explaining(config, algorithm),
+        watching(config.cluster, config.folder / LOGS, learns=trains) as watchdog,
+        ExitStack() as stack,
+        work(watchdog),
+    ):
         reaper = stack.enter_context(reaping(config.cluster.stall_warning_s))
         watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
         parts = Parts(config, algorithm.requirements, stack, start_up)
         start_up.done("imports and checks")
+        if not trains:
+            return without_training(parts, algorithm, stop)
         loop = compose(parts, algorithm)
         garbage.release()
-        for caution in algorithm.cautions(config.facts):
+        for caution in [*algorithm.cautions(config.facts), *filter(None, [job.caution(config.checkpoint.on_signal_s)])]:
             loop.metrics.print_line(f"warning: {caution}")
-        loop.schedule.stop = stop = stop or Stop()
+        loop.schedule.stop = stop
         watchdog.server_died = lambda server: stop.ask(f"{server} of Ray died, which Ray itself does not outlive")
         loop.schedule.prove = Prover(
             parts.groups,
@@ -74,6 +114,15 @@ def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = No
             )
         )
         return loop.results
+
+
+def without_training(parts: Parts, algorithm: Algorithm, stop: Stop) -> dict[str, float]:
+    """Does what a mode that trains nothing is for, and returns its results."""
+    if parts.config.mode is Mode.EVALUATE:
+        stop.outside_steps = "before the end of the evaluation; there are no results"
+        return evaluate(parts, algorithm)
+    stop.outside_steps = "before the last prompt; the same command goes on with the prompts that have no responses yet"
+    return generate(parts)
 
 
 def compose(parts: Parts, algorithm: Algorithm) -> OnlineLoop | ReplayLoop | OfflineLoop:

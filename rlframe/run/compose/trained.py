@@ -35,7 +35,13 @@ class Trained:
     def exporter(self, parts: Parts) -> Exporter:
         """Returns what exports the trained models."""
         auxiliary = {CRITIC: self.critic} if self.critic else {}
-        return Exporter(parts.config.checkpoint, parts.folder, self.policy, auxiliary=auxiliary)
+        return Exporter(
+            parts.config.checkpoint,
+            parts.folder,
+            self.policy,
+            auxiliary=auxiliary,
+            chat_template=parts.chat_template(),
+        )
 
     def sleepers(self, parts: Parts) -> list[Sleeper]:
         """Returns the models that leave their device's memory between their phases, as their settings say."""

@@ -12,10 +12,11 @@ from torch import Tensor
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 from rlframe.utils.outside import is_outside, load_class
 from rlframe.weight_sync.plan.copies import Copies
+from rlframe.weight_sync.transports import PACKAGE
 
-PACKAGE = "rlframe.weight_sync.transports"
 FAILED = "failed"
 """Key that the driver sets, in the store at `Link.address`, to release ranks whose peers will not come."""
 
@@ -131,6 +132,7 @@ def find_transport(name: str) -> type[Transport]:
     if is_outside(name):
         return load_class(name, base=registry.BASES[PACKAGE], key="weight_sync.transport")
     if name not in registry.names(PACKAGE):
-        known = ", ".join(registry.names(PACKAGE))
-        raise ConfigError([Fault("weight_sync.transport", f"must be one of {known}", got=repr(name))])
+        known = registry.names(PACKAGE)
+        rule, near = f"must be one of {', '.join(known)}", did_you_mean(name, known)
+        raise ConfigError([Fault("weight_sync.transport", rule, got=repr(name), hint=near)])
     return importlib.import_module(f"{PACKAGE}.{name}").TRANSPORT

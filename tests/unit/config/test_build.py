@@ -194,7 +194,7 @@ def test_a_choice_takes_the_dataclass_from_the_file_of_that_name(tmp_path, monke
     assert build(Run, {"name": "a", "train": {"name": "left", "depth": 3}}, choices=choices).train.depth == 3
     with pytest.raises(ConfigError) as caught:
         build(Run, {"name": "a", "train": {"name": "lefft", "depth": 3}}, choices=choices)
-    assert list(map(str, caught.value.faults)) == ["train.name must be one of left, got 'lefft'"]
+    assert list(map(str, caught.value.faults)) == ["train.name must be one of left, got 'lefft'; did you mean left?"]
     with pytest.raises(ConfigError) as caught:
         build(Run, {"name": "a", "train": {"name": "left", "dpeth": 3}}, choices=choices)
     assert list(map(str, caught.value.faults)) == ["train.dpeth is not a key; did you mean train.depth?"]

@@ -79,9 +79,9 @@ def test_a_sweep_stays_a_sweep() -> None:
 @pytest.mark.parametrize(
     ("argument", "fault"),
     [
-        ("train=null", "train must name a file of configs/train, cpu, cuda, got 'null'; ~train removes the group"),
-        ("train=5", "train must name a file of configs/train, cpu, cuda, got '5'; ~train removes the group"),
-        ("train=", "train must name a file of configs/train, cpu, cuda, got ''; ~train removes the group"),
+        ("train=null", "train must name a file of configs/train: cpu, cuda, got 'null'; ~train removes the group"),
+        ("train=5", "train must name a file of configs/train: cpu, cuda, got '5'; ~train removes the group"),
+        ("train=", "train must name a file of configs/train: cpu, cuda, got ''; ~train removes the group"),
         ("=5", "'=5' must be key=value with a dotted key, such as train.dtype=float32"),
         ("", "'' must be key=value with a dotted key, such as train.dtype=float32"),
         ("a..b=1", "'a..b=1' must be key=value with a dotted key, such as train.dtype=float32"),

@@ -7,6 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.unit.data.marks import FORGETTING, with_template
+
 SPECIAL = ["<end>", "<system>", "<user>", "<assistant>"]
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>\n{% endfor %}"
@@ -25,6 +27,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", extra_special_tokens=SPECIAL[1:])
     made.chat_template = TEMPLATE
     return made
+
+
+@pytest.fixture(scope="session")
+def forgetting(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer with a template that writes the reasoning of the last message only."""
+    return with_template(tokenizer, FORGETTING)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,27 @@ from transformers import PreTrainedTokenizerFast
 from rlframe.data.records import Record
 from rlframe.data.text.turns import Tokens
 
+FORGETTING = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content and loop.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Writes the reasoning of the last message only."""
+TURNS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "x"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d", "reasoning_content": "y"},
+]
+"""A conversation with reasoning."""
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    """The tokenizer with another chat template."""
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    made.chat_template = template
+    return made
+
 
 def marked(tokens: Tokens, tokenizer: PreTrainedTokenizerFast) -> str:
     """The text with each learnt token in brackets."""

@@ -16,10 +16,14 @@ from rlframe.utils.errors import DataError
 from tests.unit.data.marks import marked
 
 
+def examples_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> tuple[Tokens, ...]:
+    conversation = understand(Record(fields=fields, source="s", where="s:1"), DataConfig())
+    return learnt_turns(conversation, tokenizer, config=DataConfig()).sequences
+
+
 def example_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> Tokens:
-    return learnt_turns(
-        understand(Record(fields=fields, source="s", where="s:1"), DataConfig()), tokenizer, config=DataConfig()
-    )
+    (example,) = examples_of(tokenizer, fields)
+    return example
 
 
 def test_the_assistant_and_the_token_that_ends_its_turn_are_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -42,7 +46,8 @@ TALK = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("
 def test_the_last_turn_alone_is_learnt_when_asked(tokenizer: PreTrainedTokenizerFast) -> None:
     fields = {"messages": [{"role": role, "content": text} for role, text in TALK]}
     conversation = understand(Record(fields=fields, source="s", where="s:1"), DataConfig())
-    assert marked(learnt_turns(conversation, tokenizer, config=DataConfig(last_turn_only=True)), tokenizer) == (
+    (last,) = learnt_turns(conversation, tokenizer, config=DataConfig(last_turn_only=True)).sequences
+    assert marked(last, tokenizer) == (
         "<user>a<end>\n<assistant>b<end>\n<user>c<end>\n<assistant>d<end>\n<user>e<end>\n<assistant>[f][<end>]"
     )
 
@@ -98,7 +103,7 @@ def test_a_template_without_an_end_token_trains_on_the_whole_turn(tokenizer: Pre
     assert marked(example_of(plain, {"prompt": "Hi", "response": "ok"}), plain) == "u:Hi\na:[o][k][\n]"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_first_difference(
+def test_where_a_template_rewrites_earlier_turns_each_turn_is_learnt_as_it_is_served(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     forgetful = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
@@ -108,8 +113,23 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_first_differ
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    with pytest.raises(DataError, match=r"s:1: the chat template is not prefix-preserving.*at token 4 .*<assistant>b"):
-        example_of(forgetful, {"messages": [{"role": role, "content": text} for role, text in turns]})
+    messages = [{"role": role, "content": text} for role, text in turns]
+    assert [marked(example, forgetful) for example in examples_of(forgetful, {"messages": messages})] == [
+        "<user>a<end><assistant>[b][<end>]",
+        "<user>a<end><assistant><end><user>c<end><assistant>[d][<end>]",
+    ]
+
+
+def test_a_template_that_opens_a_turn_otherwise_than_it_writes_it_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    other.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>Hm: {% endif %}"
+    )
+    with pytest.raises(DataError, match=r"s:1: the chat template opens a turn .*at token 4 .*<assistant>Hm: .*>b<"):
+        example_of(other, {"prompt": "a", "response": "b"})
 
 
 def test_a_conversation_must_end_with_the_assistant() -> None:

@@ -61,7 +61,12 @@ def learnt(text: str) -> str:
 
 
 def example(tokenizer: PreTrainedTokenizerFast, fields: dict) -> str:
-    return marked(learnt_turns(understand(record(**fields), DataConfig()), tokenizer, config=DataConfig()), tokenizer)
+    return " | ".join(examples(tokenizer, fields))
+
+
+def examples(tokenizer: PreTrainedTokenizerFast, fields: dict) -> list[str]:
+    encoded = learnt_turns(understand(record(**fields), DataConfig()), tokenizer, config=DataConfig())
+    return [marked(sequence, tokenizer) for sequence in encoded.sequences]
 
 
 @pytest.mark.parametrize(
@@ -106,13 +111,16 @@ def test_a_template_that_passes_over_tools_or_calls_is_refused(
         example(tokenizer, SHAREGPT)
 
 
-def test_a_template_that_rewrites_earlier_calls_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_where_a_template_rewrites_earlier_calls_each_is_learned(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     # The arguments are gone once an answer follows.
     forgetful = TEMPLATE.replace(
         "{{ call.function.arguments | tojson }}", "{% if messages[-1] == m %}{{ call.function.arguments }}{% endif %}"
     )
-    with pytest.raises(DataError, match="s:1: the chat template is not prefix-preserving"):
-        example(with_template(tokenizer, forgetful), CHAT)
+    call, answer = examples(with_template(tokenizer, forgetful), CHAT)
+    assert call.endswith("<assistant>" + learnt("add{'a': 1}") + "[<end>]")
+    assert answer.endswith("<assistant>add<end>\n<tool>2<end>\n<assistant>" + learnt("It is 2.") + "[<end>]")
 
 
 @pytest.mark.parametrize(

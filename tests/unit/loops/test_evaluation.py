@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from rlframe.loops.evaluate import EvaluationBeside, WeightsGone, come_back, evaluation_metrics
+from rlframe.loops.evaluation_sets import EvaluationSet
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members
 from rlframe.utils.errors import WeightSyncFailed
 from tests.local_attempts import LocalAttempts, answering
 
@@ -29,7 +30,12 @@ def evaluation(*, version: int = 3) -> EvaluationBeside:
         )
 
     attempts = LocalAttempts([answering(answer)], lambda rollout: None, version=version)
-    return EvaluationBeside(attempts=attempts, prompts=HELD_OUT, sampling=GREEDY)
+    return EvaluationBeside(attempts=attempts, sets=[EvaluationSet(prompts=HELD_OUT, sampling=GREEDY)])
+
+
+def finished(made: EvaluationBeside) -> list[Rollout]:
+    """The responses of an evaluation, set by set."""
+    return [rollout for groups in made.finish() or [] for rollout in members(groups)]
 
 
 def test_groups_of_training_end_while_an_evaluation_is_under_way() -> None:
@@ -40,7 +46,7 @@ def test_groups_of_training_end_while_an_evaluation_is_under_way() -> None:
     with made.attempts.waiting():
         assert [ended.group.id for ended in made.attempts.next()] == ["7"]
     assert made.step == 3
-    rollouts = made.finish()
+    rollouts = finished(made)
     assert [rollout.prompt.id for rollout in rollouts] == [prompt.id for prompt in HELD_OUT]
     assert [rollout.token_ids.tolist() for rollout in rollouts] == [[index, index] for index in range(5)]
     assert made.step is None
@@ -77,9 +83,21 @@ def test_a_resumed_run_begins_an_evaluation_again_unless_it_was_written(done: bo
     resumed.forget()
 
 
+def test_several_sets_are_evaluated_at_once_and_end_together() -> None:
+    made = evaluation()
+    sampled = EvaluationSet(
+        name="sampled", prompts=HELD_OUT[:2], sampling=SamplingParams(max_tokens=4), samples_per_prompt=3
+    )
+    made.sets = [*made.sets, sampled]
+    made.begin(3)
+    held_out, several = made.finish() or []
+    assert [group.prompt.id for group in held_out] == [prompt.id for prompt in HELD_OUT]
+    assert [(group.prompt.id, len(group.rollouts)) for group in several] == [("held0", 3), ("held1", 3)]
+
+
 def test_without_held_out_prompts_nothing_is_begun() -> None:
     made = evaluation()
-    made.prompts = []
+    made.sets = []
     made.begin(3)
     assert made.step is None
 
@@ -90,7 +108,7 @@ def test_what_is_forgotten_does_not_end() -> None:
     made.forget()
     assert made.step is None and sum(made.attempts.state().attempts.values()) == 0
     made.begin(3)
-    assert len(made.finish()) == 5
+    assert len(finished(made)) == 5
 
 
 def test_metrics_of_several_datasets_are_told_apart() -> None:
@@ -108,13 +126,13 @@ def test_metrics_of_several_datasets_are_told_apart() -> None:
         )
 
     sums = [scored("sums", 1.0), scored("sums", 0.0), scored("sums", 0.0), scored("sums", 0.0)]
-    both = evaluation_metrics([*sums, scored("words", 1.0)], None)
+    both = evaluation_metrics([*sums, scored("words", 1.0)])
     assert {name: value for name, value in both.items() if name.startswith("evaluation/match")} == {
         "evaluation/match_mean": 0.4,
         "evaluation/match_mean/sums": 0.25,
         "evaluation/match_mean/words": 1.0,
     }
-    assert "evaluation/match_mean/sums" not in evaluation_metrics(sums, None)
+    assert "evaluation/match_mean/sums" not in evaluation_metrics(sums)
 
 
 class Sync:
@@ -142,7 +160,7 @@ def test_engines_of_their_own_get_the_weights_of_the_step_when_its_evaluation_be
     made.begin(0)
     assert made.finish() and sync.published == []
     made.begin(3)
-    rollouts = made.finish()
+    rollouts = finished(made)
     assert rollouts and sync.published == [3]
     assert {version for rollout in rollouts for version in rollout.versions[rollout.loss_mask].tolist()} == {3}
 
@@ -157,7 +175,7 @@ def test_a_sync_waits_only_for_an_evaluation_that_shares_its_engines() -> None:
         assert made.step == 3
     # It is done, so that nothing is waited for.
     assert set(made._names()) <= made.attempts._aside.keys()
-    assert len(made.finish() or []) == 5 and not made.must_end
+    assert len(finished(made)) == 5 and not made.must_end
     shared.forget()
 
 

@@ -3,12 +3,15 @@
 import json
 import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.metrics import MetricsLog, rollout_metrics
+from rlframe.loops.reporting.trackers.base import Tracker
+from rlframe.loops.reporting.trackers.tensorboard import TensorBoard
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
@@ -103,11 +106,13 @@ def lines(file: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
-def log_of(folder: pathlib.Path, *, done_steps: int | None = None, **logging: Any) -> MetricsLog:
-    """Returns the log of a run of 100 steps without progress bar and trackers."""
+def log_of(
+    folder: pathlib.Path, *, done_steps: int | None = None, trackers: Sequence[Tracker] = (), **logging: Any
+) -> MetricsLog:
+    """Returns the log of a run of 100 steps without progress bar."""
     settings = {"tensorboard": False, "progress": False, "samples_per_step": 2} | logging
     config = LoggingConfig(**settings)
-    return MetricsLog(config, folder, name="it", steps=100, resolved={}, done_steps=done_steps)
+    return MetricsLog(config, folder, name="it", steps=100, done_steps=done_steps, trackers=trackers)
 
 
 def test_metrics_and_samples_are_written_and_nothing_else(tmp_path: pathlib.Path) -> None:
@@ -154,10 +159,12 @@ def test_a_new_run_starts_empty_and_a_resumed_one_with_what_it_keeps(
 def test_tensorboard_gets_every_metric(tmp_path: pathlib.Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = log_of(tmp_path, tensorboard=True)
+    board = TensorBoard(tmp_path / "tensorboard", 0)
+    log = log_of(tmp_path, trackers=[board])
     for step in (1, 2):
         log.log(step, {"reward/mean": step / 4, "train/loss": 1.0})
     log.close()
+    board.close(failed=False)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(one.step, one.value) for one in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     assert len(events.Scalars("train/loss")) == 2
@@ -166,7 +173,8 @@ def test_tensorboard_gets_every_metric(tmp_path: pathlib.Path) -> None:
 def test_steps_that_come_again_replace_the_first(tmp_path: pathlib.Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = log_of(tmp_path, tensorboard=True)
+    board = TensorBoard(tmp_path / "tensorboard", 0)
+    log = log_of(tmp_path, trackers=[board])
     for step in (1, 2, 3):
         log.log(step, {"reward/mean": step / 4, **({"later/name": 1.0} if step == 3 else {})})
         log.log_samples(log.choose_samples(step, [rollout(step, reward=0.0)]))
@@ -177,6 +185,7 @@ def test_steps_that_come_again_replace_the_first(tmp_path: pathlib.Path) -> None
     log.rewind(1)
     log.log(2, {"reward/mean": 1.0})
     log.close()
+    board.close(failed=False)
     assert lines(tmp_path / "metrics.jsonl") == [
         {"step": 1, "reward/mean": 0.25, "cluster/restarts": 0.0},
         {"step": 2, "reward/mean": 1.0, "cluster/restarts": 1.0},

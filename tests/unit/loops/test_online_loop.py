@@ -37,7 +37,6 @@ from rlframe.types.rollout import (
     GenerationRequest,
     Group,
     Rollout,
-    SamplingParams,
     members,
 )
 from rlframe.weight_sync.channel import SyncReport
@@ -163,7 +162,7 @@ def trained(
     policy = Bandit(algorithm, num_minibatches)
     world = World(policy, published={0: START.clone()})
     phase = Phases(sharing=[], announce=lambda name: None)
-    metrics = MetricsLog(config.logging, tmp_path, name="bandit", steps=STEPS, resolved={}, done_steps=None)
+    metrics = MetricsLog(config.logging, tmp_path, name="bandit", steps=STEPS, done_steps=None)
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
     world.attempts = LocalAttempts([answering(world.answer)], world.score)
     buffer = Buffer(prompts_per_step=PROMPTS, max_policy_lag=0, pipeline_depth=1)
@@ -177,7 +176,7 @@ def trained(
         algorithm=algorithm, policy=policy, critic=None, weight_sync=world, metrics=metrics,
         prompts=world, rollout=world, leases=leases, attempts=world.attempts, scorer=None, sampler=Noted(world),
         phase=phase,
-        evaluation_sampling=SamplingParams(), checkpoints=checkpoints, export=lambda folder: None,
+        checkpoints=checkpoints, export=lambda folder: None,
     )  # fmt: skip
     for step in range(1, STEPS + 1):
         loop.step(step)

@@ -87,7 +87,7 @@ def test_every_token_has_its_numbers(tmp_path: Path) -> None:
     SampleFiles(tmp_path, lambda token: f"<{token}>").write(chosen)
     [(step, evaluation, path)] = sample_files(tmp_path)
     [record] = read_samples(path)
-    assert (step, evaluation, record["kind"], record["reward"], record["answer"]) == (3, False, "training", 1.0, "4")
+    assert (step, evaluation, record["evaluation"], record["reward"], record["answer"]) == (3, "", "", 1.0, "4")
     assert (record["group_rewards"], record["group_advantages"], record["group_place"]) == ([0.0, 1.0], [-0.5, 0.5], 1)
     assert record["tokens"] == {
         "ids": [1, 2, 5, 6],

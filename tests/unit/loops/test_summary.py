@@ -37,6 +37,19 @@ def test_an_offline_run_tells_what_held_out_items_say() -> None:
     )
 
 
+def test_a_run_of_no_steps_tells_what_it_has_measured() -> None:
+    online = {"before/match_mean": 0.125, "before/math/reward_mean": 0.5, "before/math/pass_at_2": 0.75}
+    assert outcome(online | {"held_out_prompts": 64.0}) == (
+        "Greedy answers to 64 held-out prompts: match 0.125. math: reward 0.500."
+    )
+    assert outcome({"before/loss": 0.5, "held_out_items": 30.0}) == "On 30 held-out items: loss 0.500."
+
+
+def test_sets_of_prompts_are_told_apart() -> None:
+    results = {"before/math/reward_mean": 0.5, "after/math/reward_mean": 0.75, "held_out_prompts": 0.0}
+    assert outcome(results) == "math: reward 0.500 before and 0.750 after."
+
+
 def test_steps_in_vain_are_told() -> None:
     assert in_vain({"train/steps_without_advantage": 0.0}) == ""
     counts = {"train/steps_without_advantage": 3.0, "train/steps_without_tokens": 1.0}

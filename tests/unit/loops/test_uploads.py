@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,14 @@ class Tracker:
         self.got.append((step, dict(metrics)))
         self.threads.add(threading.get_ident())
 
-    def close(self) -> None:
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """See above."""
+        self.got.append((step, list(rows)))
+
+    def close(self, *, failed: bool) -> None:
         """See above."""
         self.threads.add(threading.get_ident())
-        self.got.append("closed")
+        self.got.append("failed" if failed else "closed")
 
 
 def test_everything_gets_there_in_order_on_one_thread() -> None:
@@ -73,8 +78,17 @@ def test_a_tracker_that_cannot_begin_ends_the_start() -> None:
     with pytest.raises(RlframeError, match="wandb did not start within 0.1 s"):
         Uploads("wandb", lambda: time.sleep(2), start_s=0.1)
 
-    def missing() -> None:
-        raise ConfigError(["logging.wandb_project needs the package wandb"])
+    def refused() -> None:
+        raise ConnectionError("no route to host")
 
-    with pytest.raises(ConfigError, match="needs the package wandb"):
-        Uploads("wandb", missing)
+    setting = "logging.mlflow_experiment"
+    with pytest.raises(ConfigError, match=f"{setting}: mlflow could not start: ConnectionError: no route to host; "):
+        Uploads("mlflow", refused, setting=setting)
+
+
+def test_samples_and_a_failed_end_get_there_too() -> None:
+    made: list[Tracker] = []
+    log = Uploads("wandb", lambda: made.append(Tracker()) or made[0])
+    log.samples(1, [{"prompt": "p"}])
+    log.close(failed=True)
+    assert made[0].got == [(1, [{"prompt": "p"}]), "failed"]

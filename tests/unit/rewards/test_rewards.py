@@ -45,6 +45,33 @@ def test_exact_match(options: dict, response: str, answer: str, value: float) ->
 @pytest.mark.parametrize(
     ("response", "answer", "value"),
     [
+        ("124", "124", 1.0),
+        ("92 + 32 = 124.", "124", 1.0),
+        ("92 + 32 = 124, so it is 125", "124", 0.0),
+        ("The answer is 1,250.0", "1250", 1.0),
+        ("1,25", "1", 0.0),
+        ("0124", "124", 1.0),
+        ("it is -4", "-4", 1.0),
+        ("it is -4", "4", 0.0),
+        ("7-4", "4", 1.0),  # a subtraction, not a sign
+        ("12.5", "12", 0.0),
+        ("\u0661\u0662\u0664", "124", 0.0),  # digits of other scripts are no answer
+        ("no number", "124", 0.0),
+        ("", "124", 0.0),
+    ],
+)
+def test_last_number(response: str, answer: str, value: float) -> None:
+    assert build("last_number").score(attempt(response, answer)) == value
+
+
+def test_last_number_refuses_an_answer_that_is_no_number() -> None:
+    with pytest.raises(RewardError, match="the answer must be a number, got 'Paris'"):
+        build("last_number").score(attempt("5", "Paris"))
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "value"),
+    [
         ("48/2=24, 24+48=72\n#### 72", "72", 1.0),
         ("#### 1,000", "1000", 1.0),
         ("#### 42\nI hope that 7 helps", "42", 1.0),

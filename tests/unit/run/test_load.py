@@ -1,5 +1,7 @@
 """Composition of the shipped configs with overrides."""
 
+from pathlib import Path
+
 import pytest
 
 from rlframe.algorithms.sft import SftConfig
@@ -55,7 +57,13 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
         ("algorithm.group_size=1", "algorithm.group_size must be at least 2 for grpo, got 1"),
         ("train.optimizer.lr=fast", "train.optimizer.lr must be a number, got 'fast'"),
         ("data=gsm8k", "data.path must be given"),
-        ("reward=nonsense", "Could not find 'reward/nonsense'"),
+        ("reward=exactmatch", "reward must name a file of configs/reward: exact_match, "),
+        ("reward=exactmatch", "got 'exactmatch'; did you mean exact_match?"),
+        ("algorithm=grpo,grp0", "got 'grp0'; did you mean grpo?"),
+        ("algorithm.name=gpro", "got 'gpro'; did you mean grpo?"),
+        ("weight_sync.transport=ncl", "got 'ncl'; did you mean nccl?"),
+        ("rendering.tool_calls=hermez", "got hermez; did you mean hermes?"),
+        ("algorithm.normalize_by=group-std", "got 'group-std'; did you mean group_std?"),
     ],
 )
 def test_a_fault_is_reported_by_its_key(override: str, part: str) -> None:
@@ -64,9 +72,46 @@ def test_a_fault_is_reported_by_its_key(override: str, part: str) -> None:
     assert len(caught.value.faults) == 1 and part in str(caught.value.faults[0])
 
 
-def test_an_unknown_config_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nonsense"):
-        load("nonsense")
+def test_an_unknown_config_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"got 'grpo_qwen3_mo'; did you mean grpo_qwen3_moe\?"):
+        load("grpo_qwen3_mo")
+
+
+def own_configs(folder: Path) -> Path:
+    """A folder of a user's YAML files, with a run that inherits a shipped one, and a choice of its own."""
+    (folder / "data").mkdir()
+    (folder / "data/mine.yaml").write_text("path: mine.jsonl\n")
+    (folder / "mine.yaml").write_text("defaults: [grpo_qwen3_moe, override data: mine, _self_]\nsteps: 3\n")
+    return folder
+
+
+def test_ones_own_folder_comes_before_the_package_and_builds_on_it(tmp_path: Path) -> None:
+    folder = own_configs(tmp_path)
+    run = load("mine", ["seed=4"], config_dir=str(folder))
+    assert (run.name, run.data.path, run.steps, run.seed, run.algorithm.name) == ("mine", "mine.jsonl", 3, 4, "grpo")
+    (folder / "grpo_qwen3_moe.yaml").write_text("defaults: [base, algorithm: sft, _self_]\n")
+    assert isinstance(load("grpo_qwen3_moe", config_dir=str(folder)).algorithm, SftConfig)
+
+
+def test_names_of_ones_own_folder_are_suggested(tmp_path: Path) -> None:
+    folder = str(own_configs(tmp_path))
+    with pytest.raises(ConfigError, match=r"got 'mime'; did you mean mine\?"):
+        load("mine", ["data=mime"], config_dir=folder)
+    with pytest.raises(ConfigError, match="--config-dir must be a folder, got .*/nowhere"):
+        load("mine", config_dir=f"{folder}/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("defaults: [base, algorithm: grp0]\n", "algorithm must name a file of configs/algorithm: .*did you mean grpo"),
+        ("defaults: [base\n", "while parsing a flow sequence"),
+    ],
+)
+def test_a_fault_in_ones_own_file_is_a_sentence(text: str, part: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"(?s){part}"):
+        load("mine", config_dir=str(tmp_path))
 
 
 def test_a_setting_that_was_renamed_is_refused_with_its_new_name() -> None:

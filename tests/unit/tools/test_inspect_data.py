@@ -123,7 +123,7 @@ def test_calls_of_tools_are_shown_as_learnt_and_their_results_as_not(
     assert shown in capsys.readouterr().out
 
 
-def test_a_template_that_is_not_prefix_preserving_ends_with_status_1_and_the_token(
+def test_a_conversation_that_the_template_rewrites_is_shown_as_the_sequences_it_becomes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = with_template(
@@ -132,10 +132,26 @@ def test_a_template_that_is_not_prefix_preserving_ends_with_status_1_and_the_tok
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
     )
     talk = [{"role": role, "content": str(digit)} for digit, role in enumerate(("user", "assistant") * 2)]
-    arguments = [rows(tmp_path, {"messages": talk}), "data.evaluation_count=0", model]
+    arguments = [rows(tmp_path, {"messages": talk}), "data.evaluation_count=0", "data.shuffle=false", model]
+    assert main(["--config-name", "sft_qwen3_moe_tiny", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "1 conversations, whose earlier turns the chat template rewrites, are 2 sequences"
+    assert lines[5] == "<|user|>0<|end|><|assistant|>[[1<|end|>]]"
+    assert lines[8] == "<|user|>0<|end|><|assistant|><|end|><|user|>2<|end|><|assistant|>[[3<|end|>]]"
+
+
+def test_a_template_that_opens_a_turn_otherwise_than_it_writes_it_ends_with_status_1_and_the_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = with_template(
+        tmp_path,
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>0{% endif %}",
+    )
+    arguments = [rows(tmp_path, {"prompt": "0", "answer": "1"}), "data.evaluation_count=0", model]
     assert main(["--config-name", "sft_qwen3_moe_tiny", *arguments]) == 1
-    # user 0 end assistant 1: the fifth token is gone once another turn follows.
-    assert "rows.jsonl:1: the chat template is not prefix-preserving, " in (told := capsys.readouterr().err)
+    # user 0 end assistant, and the fifth token is 0 in one and 1 in the other.
+    assert "rows.jsonl:1: the chat template opens a turn " in (told := capsys.readouterr().err)
     assert "at token 4" in told
 
 

@@ -73,10 +73,10 @@ function detail(run, rollout, open) {
   draw();
   view.mark = (move) => mark(Math.min(Math.max(view.token + move, 0), rollout.tokens.ids.length - 1), true);
   view.token = -1;
-  const missing = rollout.tokens.trainer_logprobs || rollout.kind === "evaluation" ? null
+  const missing = rollout.tokens.trainer_logprobs || rollout.evaluation ? null
     : el("span", { class: "quiet" }, "The gap is not known here: logging.samples.trainer_logprobs=true records it.");
   return el("section", { class: "card" },
-    el("h3", {}, `${rollout.kind === "training" ? "Step" : "Evaluation at step"} ${rollout.step}, ${rollout.id}`),
+    el("h3", {}, `${rollout.evaluation ? `Evaluation ${rollout.evaluation} at step` : "Step"} ${rollout.step}, ${rollout.id}`),
     el("p", { class: "quiet" }, [`attempt ${rollout.sample_index}`, rollout.sequence ? `sequence ${rollout.sequence}` : null, `ended: ${rollout.finish_reason}`,
       rollout.ending || null, rollout.answer === null ? null : `right answer: ${rollout.answer}`, `kept as: ${rollout.kept_as.join(", ")}`].filter(Boolean).join("  |  ")),
     el("p", {}, "Reward ", el("span", { class: "reward" }, number(rollout.reward))),
@@ -104,7 +104,7 @@ function rolloutsTab() {
     count.textContent = `${found.length} of ${run.attempts.length}` + (steps.length - 1 < run.sampled_steps
       ? `, of ${steps.length - 1} steps out of ${run.sampled_steps}: python -m rlframe.tools.rollouts has all` : "");
     list.replaceChildren(...found.map((each) => el("button", { class: "item", onclick: () => open(each) },
-      el("span", { class: "reward" }, number(each.reward, 3)), ` ${each.kind === "training" ? "step" : "evaluation at"} ${each.step}`, el("span", { class: "quiet" }, `  ${each.id.slice(0, 40)}`),
+      el("span", { class: "reward" }, number(each.reward, 3)), ` ${each.evaluation ? "evaluation at" : "step"} ${each.step}`, el("span", { class: "quiet" }, `  ${each.id.slice(0, 40)}`),
       el("span", { class: "text" }, each.response || each.prompt))));
     open(found[0]);
   }

@@ -19,6 +19,7 @@ from rlframe.attempts.runner import Ended
 from rlframe.attempts.turns import Task
 from rlframe.data.cursor import Cursor
 from rlframe.loops.evaluate import EvaluationBeside
+from rlframe.loops.evaluation_sets import EvaluationSet
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.input import ModelInput
@@ -333,7 +334,7 @@ class Driver:
         self.evaluation = (
             None
             if settings.takes_turns
-            else EvaluationBeside(attempts=self.attempts, prompts=HELD_OUT, sampling=GREEDY)
+            else EvaluationBeside(attempts=self.attempts, sets=[EvaluationSet(prompts=HELD_OUT, sampling=GREEDY)])
         )
 
     def _phase(self, name: str, on: Any = None) -> AbstractContextManager[None]:

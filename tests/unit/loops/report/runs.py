@@ -16,7 +16,7 @@ def record(step: int, reward: float | None = 1.0, *, text: str = "four", tokens:
     count = tokens + 1
     return {
         "step": step,
-        "kind": "training",
+        "evaluation": "",
         "kept_as": ["best"],
         "id": "p0",
         "source": "",

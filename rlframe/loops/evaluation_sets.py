@@ -1,0 +1,74 @@
+"""Sets of prompts that are evaluated: their settings of sampling, and the metrics of their responses."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rlframe.loops.config import HELD_OUT
+from rlframe.loops.reporting.metrics import environment_metrics, mean_of, part_means
+from rlframe.ops.pass_at_k import pass_at_k, sizes_up_to, standard_error
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Group, SamplingParams, attempts_in, by_attempt, members, reward_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSet:
+    """Prompts that are evaluated together."""
+
+    name: str = HELD_OUT
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    samples_per_prompt: int = 1
+    solved_reward: float = 1.0
+    """Least reward of an attempt that counts as solved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """The scored attempts at the prompts of a set."""
+
+    set: EvaluationSet
+    groups: list[Group]
+
+    @property
+    def num_lost(self) -> int:
+        """Number of attempts that failed or took too long, and are left out of every metric."""
+        expected = len(self.set.prompts) * self.set.samples_per_prompt
+        return expected - sum(len(by_attempt(group.rollouts)) for group in self.groups)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics of the attempts, without a prefix.
+
+        `reward_mean` is the mean over prompts of the mean over a prompt's scored attempts: avg@n with n samples per
+        prompt. With several samples per prompt there are also `pass_at_K` for some K up to n, over the prompts of
+        which so many attempts were scored. `..._error` is the standard error.
+        """
+        rewards = [rewards_of(group) for group in self.groups]
+        rollouts = members(self.groups)
+        means = [mean_of(own) for own in rewards if own]
+        metrics = {f"{name}_mean": value for name, value in part_means(rollouts).items()}
+        metrics |= {"reward_mean": mean_of(means), "reward_error": standard_error(means)}
+        if self.set.samples_per_prompt > 1:
+            for k in sizes_up_to(self.set.samples_per_prompt):
+                metrics |= named(f"pass_at_{k}", list(self._passed(rewards, k)))
+        metrics["response_tokens_mean"] = mean_of([each.num_sampled_tokens for each in rollouts])
+        metrics["truncated_fraction"] = mean_of([each.finish_reason == "length" for each in rollouts])
+        metrics["reward_failed_fraction"] = mean_of([own[-1].reward_failed for own in attempts_in(rollouts)])
+        metrics["lost_attempts"] = float(self.num_lost)
+        environment = environment_metrics(rollouts).items()
+        return metrics | {name.removeprefix("environment/"): value for name, value in environment}
+
+    def _passed(self, rewards: Sequence[Sequence[float]], k: int) -> Iterator[float]:
+        for own in rewards:
+            if len(own) >= k:
+                yield pass_at_k(len(own), sum(reward >= self.set.solved_reward for reward in own), k)
+
+
+def rewards_of(group: Group) -> list[float]:
+    """Returns the total rewards of the attempts of a group that some reward function scored."""
+    return [reward for sequences in by_attempt(group.rollouts) if not math.isnan(reward := reward_of(sequences))]
+
+
+def named(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Returns mean and standard error of values, if there are any."""
+    return {name: mean_of(values), f"{name}_error": standard_error(values)} if values else {}

@@ -1,0 +1,61 @@
+"""Generation: responses to all prompts of a dataset, written as they are finished."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.turns import Task
+from rlframe.loops.evaluate import MOST_OPEN
+from rlframe.loops.reporting.responses import record_of
+from rlframe.loops.sampling.scoring import Scorer
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Group, SamplingParams, members
+from rlframe.utils.jsonl import append, keep_whole
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """Writes responses to prompts. Prompts that the file has already are left out, so that it goes on where it was
+    interrupted."""
+
+    attempts: Attempts
+    scorer: Scorer | None
+    """Scores what the reward functions do not. None if there is none."""
+    file: Path
+    sampling: SamplingParams
+    samples_per_prompt: int
+    progress: bool
+    """Whether to show a progress bar."""
+    num_written: int = field(default=0, init=False)
+    """Number of prompts that this process has written."""
+
+    def run(self, prompts: Sequence[Prompt], ids: Sequence[str]) -> None:
+        """Writes responses to all prompts that the file does not have yet, in the order in which they are finished.
+
+        Args:
+            ids: the id of each prompt.
+        """
+        done = keep_whole(self.file, "id")
+        left = [place for place, name in enumerate(ids) if name not in done]
+        tasks = (self._task(place, prompts[place]) for place in left)
+        bar = tqdm(
+            total=len(ids), initial=len(ids) - len(left), unit="prompt", disable=not self.progress, dynamic_ncols=True
+        )
+        with bar:
+            for groups in self.attempts.stream(tasks, most_open=max(1, MOST_OPEN // self.samples_per_prompt)):
+                self._write(groups)
+                bar.update(len(groups))
+
+    def _task(self, place: int, prompt: Prompt) -> Task:
+        return self.attempts.task(
+            Group.begin(f"{place}", prompt, self.samples_per_prompt), step=0, sampling=self.sampling
+        )
+
+    def _write(self, groups: Sequence[Group]) -> None:
+        if self.scorer and (rollouts := members(groups)):
+            self.scorer.score(rollouts)
+        append(self.file, *(record_of(group, num_attempts=self.samples_per_prompt) for group in groups))
+        self.num_written += len(groups)

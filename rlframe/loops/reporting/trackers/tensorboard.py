@@ -1,0 +1,45 @@
+"""TensorBoard event files."""
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rlframe.loops.reporting.trackers.base import COLUMNS, table
+from rlframe.utils.files import writing
+
+
+class TensorBoard:
+    """Writes TensorBoard event files."""
+
+    def __init__(self, folder: pathlib.Path, done_steps: int):
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - costs seconds, and may be switched off
+
+        self._folder = folder
+        self._open = partial(SummaryWriter, str(folder))
+        self._writer = self._open(purge_step=done_steps + 1 if done_steps else None)
+
+    def rewind(self, done_steps: int) -> None:
+        """Makes TensorBoard drop later steps, which run again."""
+        self._writer.close()
+        self._writer = self._open(purge_step=done_steps + 1)
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one step."""
+        with writing(self._folder):
+            for key, value in metrics.items():
+                self._writer.add_scalar(key, value, step)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes a text for each sample, in Markdown."""
+        with writing(self._folder):
+            for number, cells in enumerate(table(rows)):
+                text = json.dumps(dict(zip(COLUMNS, cells, strict=True)), ensure_ascii=False, indent=1)
+                quoted = "\n".join(f"    {line}" for line in text.splitlines())
+                self._writer.add_text(f"samples/{number}", quoted, step)
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - files know no state
+        """Flushes the files."""
+        with writing(self._folder):
+            self._writer.close()

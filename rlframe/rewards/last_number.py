@@ -1,0 +1,38 @@
+"""The last number: 1 if the last number of the response is the answer, else 0."""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+
+from rlframe.rewards.base import Attempt, Reward
+from rlframe.utils.errors import RewardError
+
+NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+"""Pattern of a number. A minus is its sign, unless it follows what one can subtract from."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LastNumberConfig:
+    """No settings. Commas between thousands, and zeros that change nothing, are ignored: `1,250.0` is 1250."""
+
+
+class LastNumber(Reward):
+    """1.0 when the last number of the response equals the answer, else 0.0: for models that answer in sentences."""
+
+    needs_answer = True
+
+    def __init__(self, config: LastNumberConfig):
+        pass
+
+    def score(self, attempt: Attempt) -> float:
+        """Returns 1.0 or 0.0. Raises RewardError if there is no answer, or if it is no number."""
+        answer = attempt.required_answer()
+        try:
+            right = Decimal(answer.strip().replace(",", ""))
+        except InvalidOperation as error:
+            raise RewardError(f"the answer must be a number, got {answer!r:.60}") from error
+        numbers = NUMBER.findall(attempt.response_text)
+        return float(bool(numbers) and Decimal(numbers[-1].replace(",", "")) == right)
+
+
+COMPONENT, CONFIG = LastNumber, LastNumberConfig

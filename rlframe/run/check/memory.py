@@ -1,0 +1,78 @@
+"""Rules about memory: what cannot fit is refused, with the changes that would make it fit."""
+
+from collections.abc import Iterator
+
+import torch
+
+from rlframe.cluster.config import Device, Preflight
+from rlframe.run.check.context import algorithm_of
+from rlframe.run.config import RunConfig
+from rlframe.run.preflight.advice import advise, faults_of
+from rlframe.run.preflight.devices import Accelerator, this_machine
+from rlframe.run.preflight.plan import Plan, plan
+from rlframe.utils.errors import CheckpointError, ConfigError
+from rlframe.utils.faults import Fault
+
+CERTAIN = 0.02
+"""Part of the memory that a prediction must exceed it by, which is more than the model of memory was wrong by."""
+
+
+def faults(run: RunConfig) -> Iterator[Fault]:
+    """Refuses a run whose memory exceeds this machine's. On a CPU only what processes hold for certain counts. Other
+    machines of a cluster are not known here."""
+    accelerator = devices_of(run)
+    if run.cluster.preflight is Preflight.OFF or accelerator is None:
+        return
+    try:
+        found = plan(run, algorithm_of(run), accelerator)
+        if faults_of(found):
+            return
+    except (ConfigError, CheckpointError):
+        # The topics about the model say why.
+        return
+    yield from (device_faults if found.cuda else host_faults)(found)
+
+
+def devices_of(run: RunConfig) -> Accelerator | None:
+    """Returns the devices of this machine, or None if the run joins a cluster with devices of its own."""
+    if run.cluster.joins:
+        return None
+    if run.cluster.device is Device.CUDA and not torch.cuda.is_available():
+        return None
+    found = this_machine()
+    return found.as_host() if run.cluster.device is Device.CPU else found
+
+
+def device_faults(found: Plan) -> Iterator[Fault]:
+    """Yields a fault if a phase exceeds a device's memory, or if engines have no room for a sequence."""
+    memory, device = found.accelerator.memory_bytes, found.worst
+    advice = [str(each) for each in advise(found)]
+    hint = f"{'; or '.join(advice)}. " if advice else "more devices would be needed. "
+    hint += "`python -m rlframe.tools.plan` shows every part; cluster.preflight=off starts the run in any case"
+    if found.missing_bytes > CERTAIN * memory:
+        yield Fault(
+            "cluster.preflight",
+            said=f"{device.peak} takes {device.peak_bytes / 1e9:.1f} GB of each device with {device.roles}, and "
+            f"{found.accelerator.name} has {memory / 1e9:.1f} GB; {hint}",
+        )
+    elif not found.engine_fits:
+        assert found.engine is not None
+        yield Fault(
+            "rollout.gpu_memory_utilization",
+            "leaves no room for the keys and values of one sequence",
+            got=getattr(found.run.rollout, "gpu_memory_utilization", ""),
+            why=f"the weights take {found.engine.weights_bytes / 1e9:.1f} GB of each device",
+            hint=hint,
+        )
+
+
+def host_faults(found: Plan) -> Iterator[Fault]:
+    """Yields a fault if weights, gradients and optimizer of all ranks alone exceed the memory of the machine."""
+    held, memory = found.resident_bytes, found.accelerator.memory_bytes
+    if held > memory:
+        yield Fault(
+            "cluster.preflight",
+            said=f"weights, gradients and optimizer of all processes take {held / 1e9:.1f} GB, and this machine has "
+            f"{memory / 1e9:.1f} GB of memory; use a smaller model, fewer engines (rollout.num_engines) or train.lora. "
+            "cluster.preflight=off starts the run in any case",
+        )

@@ -1,0 +1,83 @@
+"""Rules about the modes, and about sets of prompts that are evaluated or answered. See the package."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rlframe.data import builtin
+from rlframe.data.config import DataConfig
+from rlframe.data.sets import read, settings_of
+from rlframe.data.storage.sequences import Joined
+from rlframe.run.check.context import online, samples
+from rlframe.run.check.data import nothing_to_judge, template_faults
+from rlframe.run.check.reward import needing_answers
+from rlframe.run.config import Mode, RunConfig
+from rlframe.run.evaluation import SALT, data_of
+from rlframe.utils.errors import ConfigError, DataError
+from rlframe.utils.faults import Fault
+
+
+def mode(run: RunConfig) -> Iterator[Fault]:
+    """Checks that engines can load what they are to evaluate or to generate with, and that there is something."""
+    if run.mode is Mode.TRAIN:
+        return
+    evaluates = bool(run.evaluation.sets) and online(run)
+    if run.mode is Mode.EVALUATE and not (run.data.holds_out or evaluates):
+        yield Fault(
+            "data.evaluation_count",
+            "must be above 0 with mode=evaluate",
+            got=run.data.evaluation_count,
+            why="nothing is held out, so that there is nothing to evaluate",
+            hint="or name a set with evaluation.sets.NAME.path" if online(run) else "",
+        )
+    if run.trains(online=online(run)):
+        return
+    if run.rollout.replay is not None:
+        yield Fault("rollout.replay", f"has no effect with mode={run.mode}", got=run.rollout.replay, hint="remove it")
+    if run.checkpoint.start_from is not None:
+        yield Fault(
+            "checkpoint.start_from",
+            f"must be null with mode={run.mode}",
+            got=run.checkpoint.start_from,
+            why="engines load the model themselves, from a folder in Hugging Face format",
+            hint="convert it with python -m rlframe.tools.convert, and set model.path",
+        )
+
+
+def sets(run: RunConfig) -> Iterator[Fault]:
+    """Checks that the records of each set can be read, rendered and judged."""
+    if not samples(run) or run.mode is Mode.GENERATE:
+        return
+    for name, each in run.evaluation.sets.items():
+        key = f"evaluation.sets.{name}"
+        data = data_of(run, each)
+        yield from _data(run, data, part=builtin.Split.HELD_OUT, salt=SALT, key=f"{key}.path", answers=key)
+
+
+def prompts(run: RunConfig) -> Iterator[Fault]:
+    """Checks that the records of mode=generate can be read and rendered."""
+    if run.mode is Mode.GENERATE:
+        data = settings_of(run.data, run.data.path)
+        yield from _data(run, data, part=builtin.Split.TRAIN, salt=f"subset {run.seed}", key="data.path")
+
+
+def _data(
+    run: RunConfig, data: DataConfig, *, part: builtin.Split, salt: str, key: str, answers: str = ""
+) -> Iterator[Fault]:
+    """Checks a dataset of prompts.
+
+    Args:
+        key: dotted key of its path.
+        answers: section whose `answer_key` names the answers that rewards need. Empty if they may be missing.
+    """
+    try:
+        readings = Joined(read(data, part=part, salt=salt))
+    except ConfigError as error:
+        yield from error.faults
+        return
+    except DataError as error:
+        yield Fault(key, said=error)
+        return
+    if answers:
+        for fault in nothing_to_judge(readings, needing_answers(run), what=data.what):
+            yield fault.moved({"data": answers})
+    yield from template_faults(replace(run, data=data), readings, generation_prompt=True)

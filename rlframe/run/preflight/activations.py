@@ -1,0 +1,211 @@
+"""Bytes that a forward pass keeps for the backward pass, operation by operation.
+
+Source: the operations of Megatron-Core 0.16.1 with Transformer Engine's layers (CUDA) and with rlframe's local ones
+(CPU), each of which saves its inputs; Korthikanti et al. 2022, arXiv 2205.05198, section 4, for the split by sequence
+parallelism. The rows of the local layers are compared with what autograd really saves in
+tests/multiprocess/megatron/test_saved_activations.py, those of CUDA with measured peaks in
+examples/benchmarks/results/preflight.md.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlframe.megatron.config.options import Fp8Recipe, Recompute, RecomputeMethod
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import Dtype, TrainConfig
+from rlframe.models.families.base import Architecture
+from rlframe.run.preflight import constants
+from rlframe.run.preflight.weights import is_sparse
+from rlframe.run.preflight.workload import layout_of
+
+FLOAT32 = 4
+
+
+class Place(StrEnum):
+    """The part of a layer that keeps something, by the names of train.recompute_options.modules where there is one."""
+
+    NORM = "layernorm"
+    ATTENTION = "attention"
+    CORE = "core_attn"
+    MLP = "mlp"
+    MOE = "moe"
+    ACTIVATION = "moe_act"
+    SHARED = "shared_experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one operation of a layer keeps."""
+
+    what: str
+    place: Place
+    bytes: float
+    """For each token of the layer's share: the micro-batch's tokens divided by tp."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """How a layer is computed, as far as it decides what is kept."""
+
+    itemsize: int
+    """Bytes of an activation."""
+    cuda: bool
+    """Whether layers are Transformer Engine's, else rlframe's local ones."""
+    fused_activation: bool
+    fp8: bool = False
+    """Whether the inputs of matrix products are kept in 8 bits."""
+
+    @classmethod
+    def of(cls, train: TrainConfig, *, cuda: bool) -> "Kernels":
+        """Returns the kernels of these settings."""
+        return cls(
+            itemsize=2 if train.dtype == Dtype.BFLOAT16 else 4,
+            cuda=cuda,
+            fused_activation=cuda and train.kernels.activation_fusion,
+            fp8=cuda and train.fp8.recipe is not Fp8Recipe.OFF,
+        )
+
+    @property
+    def input_size(self) -> int:
+        """Bytes of an input of a matrix product, as it is kept."""
+        return 1 if self.fp8 else self.itemsize
+
+
+def layer(architecture: Architecture, kernels: Kernels, parallel: Parallel, *, sparse: bool) -> Iterator[Saved]:
+    """Yields what one layer keeps without recomputation."""
+    size, hidden = kernels.itemsize, architecture.hidden_size
+    yield Saved("input of the attention's norm", Place.ATTENTION, hidden * size)
+    yield Saved("output of the attention's norm", Place.NORM, hidden * kernels.input_size)
+    yield from _latent(architecture, kernels) if architecture.latent else _attention(architecture, kernels)
+    yield Saved("input of the MLP's norm", Place.ATTENTION, hidden * size)
+    # Transformer Engine fuses the norm with the first product of a dense MLP, and recomputes it with it. The router
+    # reads the norm's output, in its own number format.
+    fused = kernels.cuda and not sparse
+    place = Place.MLP if fused else Place.NORM
+    yield Saved("output of the MLP's norm", place, hidden * (kernels.input_size if fused else size))
+    yield from (
+        _experts(architecture, kernels, parallel) if sparse else _mlp(architecture.ffn_hidden_size, kernels, Place.MLP)
+    )
+
+
+def _attention(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
+    size, heads = kernels.itemsize, architecture.num_attention_heads
+    queries, keys = heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
+    if not kernels.cuda:
+        yield from _local_attention(queries, keys, heads, architecture, size)
+        return
+    if architecture.qk_norm:
+        yield Saved("inputs of the norms of queries and keys", Place.ATTENTION, (queries + keys) * size)
+    yield Saved("queries, keys and values", Place.ATTENTION, (queries + 2 * keys) * size)
+    yield Saved("output of the attention", Place.ATTENTION, queries * size)
+    if kernels.fp8:
+        yield Saved("input of the projection, in 8 bits", Place.ATTENTION, queries)
+    yield Saved("logarithms of the softmax's sums", Place.CORE, heads * FLOAT32)
+
+
+def _local_attention(queries: int, keys: int, heads: int, architecture: Architecture, size: int) -> Iterator[Saved]:
+    """Yields the rows of cpu/attention.py: queries, keys and values are copied into grids of padded sequences."""
+    if architecture.qk_norm:
+        yield Saved("product of queries, keys and values", Place.ATTENTION, (queries + 2 * keys) * size)
+        yield Saved("queries before their norm", Place.ATTENTION, queries * size)
+        yield Saved("scales of norms", Place.ATTENTION, (heads + architecture.num_kv_heads) * FLOAT32)
+    yield Saved("cosines and sines", Place.ATTENTION, 4 * architecture.head_dim // 2 * FLOAT32)
+    yield Saved("grids of queries, keys, values and outputs", Place.CORE, 2 * (queries + keys) * size)
+    yield Saved("logarithms of the softmax's sums", Place.CORE, heads * FLOAT32)
+    yield Saved("output of the attention", Place.ATTENTION, queries * size)
+
+
+def _latent(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
+    """Yields the rows of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    shape, size, heads = architecture.latent, kernels.itemsize, architecture.num_attention_heads
+    assert shape is not None
+    narrow = 2 * ((shape.query_rank or 0) + shape.kv_rank) + shape.rotary_head_dim
+    queries = heads * (shape.plain_head_dim + shape.rotary_head_dim)
+    values = heads * shape.value_head_dim
+    yield Saved("narrow vectors and their norms", Place.ATTENTION, narrow * size)
+    yield Saved("queries, keys and values", Place.ATTENTION, (2 * queries + values) * size)
+    yield Saved("output of the attention", Place.ATTENTION, values * size)
+    yield Saved("logarithms of the softmax's sums", Place.CORE, heads * FLOAT32)
+
+
+def _mlp(width: int, kernels: Kernels, place: Place) -> Iterator[Saved]:
+    size = kernels.itemsize
+    yield Saved("gate and up", place, 2 * width * size)
+    if not kernels.fused_activation:
+        yield Saved("activated gate and shifted up", place, 2 * width * size)
+    yield Saved("input of the second product", place, width * kernels.input_size)
+
+
+def _experts(architecture: Architecture, kernels: Kernels, parallel: Parallel) -> Iterator[Saved]:
+    """Yields the rows of a layer of experts. Each of a token's experts gets the whole token on every rank that shares
+    the expert (etp), and the tokens of all those ranks."""
+    size, chosen, etp = kernels.itemsize, architecture.experts_per_token, parallel.etp
+    width, experts = architecture.expert_ffn_hidden_size, architecture.num_experts
+    chosen_rows = chosen * constants.EXPERT_IMBALANCE
+    router = 2 * experts * FLOAT32 + experts + (2 * experts + 1) * 4 if kernels.cuda else experts * FLOAT32
+    yield Saved("scores and maps of the router", Place.MOE, router)
+    yield Saved("sorted inputs", Place.MOE, chosen_rows * architecture.hidden_size * kernels.input_size * etp)
+    yield Saved("gate and up", Place.MOE, chosen_rows * 2 * width * size)
+    if not kernels.fused_activation:
+        # silu, up plus its offset, their product, before the weight of the expert.
+        yield Saved("parts of the activation", Place.ACTIVATION, chosen_rows * 3 * width * size)
+    yield Saved("inputs of the second product", Place.ACTIVATION, chosen_rows * width * kernels.input_size)
+    if architecture.shared_ffn_hidden_size:
+        yield from _mlp(architecture.shared_ffn_hidden_size, kernels, Place.SHARED)
+
+
+def kept(saved: Iterator[Saved], train: TrainConfig) -> float:
+    """Returns the bytes a token that a layer keeps with recompute=none or selective."""
+    modules = set(train.recompute_options.modules) if train.recompute is Recompute.SELECTIVE else set()
+    if "moe" in modules:
+        modules |= {"moe_act", "shared_experts"}
+    return sum(each.bytes for each in saved if each.place not in modules)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """Bytes of one micro-batch on one rank."""
+
+    kept: float
+    """From the forward pass to the backward pass."""
+    working: float
+    """What recomputing the largest group of layers adds while their part of the backward pass runs; without
+    recomputation, what a layer uses besides."""
+
+
+def of_stage(
+    architecture: Architecture, train: TrainConfig, layers: tuple[int, ...], *, tokens: int, cuda: bool
+) -> Activations:
+    """Returns the activations of a stage's layers for `tokens` tokens of the rank."""
+    parallel, kernels = layout_of(train.parallel), Kernels.of(train, cuda=cuda)
+    share = tokens / parallel.tp
+    kinds = {sparse: list(layer(architecture, kernels, parallel, sparse=sparse)) for sparse in kinds_of(architecture)}
+    whole = {sparse: sum(each.bytes for each in rows) * share for sparse, rows in kinds.items()}
+    used = {sparse: kept(iter(rows), train) * share for sparse, rows in kinds.items()}
+    sparse = [is_sparse(architecture, index) for index in layers]
+    boundary = architecture.hidden_size * kernels.itemsize * share
+    largest = max(whole.values())
+    if train.recompute is not Recompute.FULL:
+        return Activations(kept=sum(used[each] for each in sparse), working=largest)
+    options = train.recompute_options
+    if options.method is RecomputeMethod.UNIFORM:
+        groups = -(-len(layers) // options.layers)
+        return Activations(kept=groups * boundary, working=options.layers * largest)
+    again = min(options.layers, len(layers))
+    return Activations(kept=again * boundary + sum(whole[each] for each in sparse[again:]), working=largest)
+
+
+def kinds_of(architecture: Architecture) -> set[bool]:
+    """Returns whether the model has layers with experts, without, or both."""
+    return {is_sparse(architecture, index) for index in range(architecture.num_layers)}
+
+
+def recomputed_fraction(train: TrainConfig, num_layers: int) -> float:
+    """Returns the part of the layers' forward pass that is computed twice."""
+    if train.recompute is Recompute.FULL:
+        options = train.recompute_options
+        return 1.0 if options.method is RecomputeMethod.UNIFORM else min(1.0, options.layers / num_layers)
+    if train.recompute is Recompute.SELECTIVE:
+        return 0.5 if {"mlp", "moe"} & set(train.recompute_options.modules) else 0.1
+    return 0.0

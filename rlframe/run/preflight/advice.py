@@ -1,0 +1,210 @@
+"""Changes of settings that free memory, ranked."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlframe.megatron.config.options import MomentDtype, Recompute, RecomputeConfig
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import Dtype, TrainConfig
+from rlframe.models import shards
+from rlframe.rollout.served.config import ServedConfig
+from rlframe.run.config import RunConfig
+from rlframe.run.preflight.plan import Plan, with_run
+from rlframe.utils.errors import SettingError
+from rlframe.utils.faults import Fault, shown
+
+LOWEST_UTILIZATION = 0.15
+"""Least rollout.gpu_memory_utilization that is advised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting and its new value."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}={shown(self.new)} (from {shown(self.old)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Changes that go together."""
+
+    changes: tuple[Change, ...]
+    frees: float
+    """Bytes of the fullest device's peak."""
+    fits: bool
+    """Whether the run fits with them."""
+    plan: Plan
+    """The plan with them."""
+
+    def __str__(self) -> str:
+        text = " and ".join(str(change) for change in self.changes)
+        return f"{text} frees {self.frees / 1e9:.1f} GB{', and the run fits' if self.fits else ''}"
+
+
+def advise(plan: Plan, *, most: int = 4) -> list[Advice]:
+    """Returns changes that free memory: those with which the run fits, the cheapest first; else the greatest, and the
+    first combination of them with which it fits."""
+    found = [advice for advice in _singles(plan) if advice.frees > 0 or advice.fits]
+    enough = [advice for advice in found if advice.fits]
+    if enough:
+        return enough[:most]
+    ranked = sorted(found, key=lambda advice: -advice.frees)[: most - 1]
+    together = _together(plan)
+    return [*ranked, together] if together else ranked
+
+
+def _singles(plan: Plan) -> Iterator[Advice]:
+    for propose in PROPOSALS:
+        for change, run in propose(plan.run, plan):
+            if advice := _tried(plan, (change,), run):
+                yield advice
+
+
+def _together(plan: Plan) -> Advice | None:
+    """Returns the first combination that fits: every proposal in turn that frees something, in order of its cost."""
+    now, changes = plan, ()
+    for propose in PROPOSALS:
+        options = [
+            (advice, change)
+            for change, run in propose(now.run, now)
+            if (advice := _tried(now, (change,), run)) and advice.frees > 0
+        ]
+        if not options:
+            continue
+        advice, change = max(options, key=lambda each: each[0].frees)
+        now, changes = advice.plan, (*changes, change)
+        if now.fits:
+            return Advice(changes, plan.worst.peak_bytes - now.worst.peak_bytes, True, now)
+    return None
+
+
+def _tried(plan: Plan, changes: tuple[Change, ...], run: RunConfig) -> Advice | None:
+    other = with_run(plan, run)
+    if faults_of(other):
+        return None
+    return Advice(changes, plan.worst.peak_bytes - other.worst.peak_bytes, other.fits, other)
+
+
+def faults_of(plan: Plan) -> list[Fault]:
+    """Returns the faults of the policy's layout and of the engine's split, without which nothing can be counted."""
+    layout = plan.parallel
+    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "cp", "ep", "etp")}
+    found = shards.faults(plan.architecture, **sizes, **layout.stages)
+    return [*found, *plan.run.rollout.faults(plan.architecture)] if plan.engine else found
+
+
+Proposal = Callable[[RunConfig, Plan], Iterator[tuple[Change, RunConfig]]]
+
+
+def sleep(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Main weights and moments wait in host memory while engines sample."""
+    if plan.cuda and plan.engine and run.cluster.colocate and not run.train.offload_optimizer:
+        yield _train(run, "offload_optimizer", False, replace(run.train, offload_optimizer=True))
+
+
+def recompute(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Layers are computed twice instead of being kept."""
+    if run.train.recompute is not Recompute.FULL:
+        train = replace(run.train, recompute=Recompute.FULL, recompute_options=RecomputeConfig())
+        yield _train(run, "recompute", run.train.recompute, train)
+
+
+def claim(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Engines claim as little as fits beside the others, or as much as they need."""
+    rollout = run.rollout
+    if not (plan.engine and plan.cuda and isinstance(rollout, ServedConfig)):
+        return
+    least = plan.engine.weights_bytes + plan.engine.sequence_tokens * plan.engine.token_bytes * 4 + 2.5e9
+    fitting = rollout.gpu_memory_utilization - max(0.0, plan.missing_bytes) / plan.accelerator.memory_bytes
+    wanted = max(LOWEST_UTILIZATION, least / plan.accelerator.memory_bytes)
+    new = int(100 * max(wanted, fitting)) / 100
+    if new != rollout.gpu_memory_utilization and new <= 0.95:
+        changed = replace(rollout, gpu_memory_utilization=new)
+        change = Change("rollout.gpu_memory_utilization", rollout.gpu_memory_utilization, new)
+        yield change, replace(run, rollout=changed)
+
+
+def moments(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Main weights without the bits that parameters have, then moments in bfloat16."""
+    optimizer = run.train.optimizer
+    if not plan.cuda or run.train.dtype != Dtype.BFLOAT16 or optimizer.cpu_offload_fraction:
+        return
+    if not optimizer.precision_aware:
+        changed = replace(optimizer, precision_aware=True)
+        yield _train(run, "optimizer.precision_aware", False, replace(run.train, optimizer=changed))
+    elif optimizer.moment_dtype is MomentDtype.FLOAT32:
+        changed = replace(optimizer, moment_dtype=MomentDtype.BFLOAT16)
+        yield _train(run, "optimizer.moment_dtype", optimizer.moment_dtype, replace(run.train, optimizer=changed))
+
+
+def tokens(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Smaller micro-batches, down to the longest sequence."""
+    old, cp = run.train.max_tokens_per_microbatch, plan.parallel.cp
+    longest = -(-(plan.workload.prompt_tokens + plan.workload.longest_response) // cp)
+    new = max(longest, old // 2)
+    if new < old:
+        train = replace(run.train, max_tokens_per_microbatch=new)
+        yield _train(run, "max_tokens_per_microbatch", old, train)
+
+
+def gradients(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Gradients in the parameters' number format."""
+    communication = run.train.communication
+    if plan.cuda and run.train.dtype == Dtype.BFLOAT16 and communication.reduce_in_float32:
+        train = replace(run.train, communication=replace(communication, reduce_in_float32=False))
+        yield _train(run, "communication.reduce_in_float32", True, train)
+
+
+def layout(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """The same ranks with more of the model's parts shared out."""
+    old = plan.parallel
+    for changed in _layouts(old, bool(plan.architecture.num_experts)):
+        yield _train(run, "parallel", str(old), replace(run.train, parallel=str(changed)))
+
+
+def engine_split(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Fewer engines of more devices."""
+    rollout = run.rollout
+    if plan.engine and isinstance(rollout, ServedConfig) and rollout.num_engines % 2 == 0:
+        changed = replace(rollout, tp=rollout.tp * 2, num_engines=rollout.num_engines // 2)
+        change = Change("rollout.tp", rollout.tp, f"{changed.tp} rollout.num_engines={changed.num_engines}")
+        yield change, replace(run, rollout=changed)
+
+
+def host(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Main weights and moments updated by the CPU."""
+    optimizer = run.train.optimizer
+    if plan.cuda and not optimizer.cpu_offload_fraction:
+        changed = replace(optimizer, cpu_offload_fraction=1.0, precision_aware=False, moment_dtype=MomentDtype.FLOAT32)
+        train = replace(run.train, optimizer=changed, offload_optimizer=run.train.offload_optimizer)
+        yield _train(run, "optimizer.cpu_offload_fraction", 0.0, train)
+
+
+PROPOSALS: tuple[Proposal, ...] = (sleep, claim, recompute, tokens, moments, layout, engine_split, gradients, host)
+"""In the order of what they cost: nothing that is learned changes before `moments`."""
+
+
+def _layouts(old: Parallel, experts: bool) -> Iterator[Parallel]:
+    for axis, other in (("ep", None), ("tp", "dp"), ("pp", "dp")):
+        if axis == "ep" and not experts:
+            continue
+        if other and getattr(old, other) % 2:
+            continue
+        sizes = {axis: getattr(old, axis) * 2} | ({other: getattr(old, other) // 2} if other else {})
+        try:
+            yield replace(old, **sizes)
+        except (ValueError, SettingError):
+            continue
+
+
+def _train(run: RunConfig, field: str, old: Any, train: TrainConfig) -> tuple[Change, RunConfig]:
+    value: Any = train
+    for name in field.split("."):
+        value = getattr(value, name)
+    return Change(f"train.{field}", old, value), replace(run, train=train)

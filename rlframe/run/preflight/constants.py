@@ -1,0 +1,74 @@
+"""Measured numbers of the model of memory and seconds. Everything else follows from sizes.
+
+Each says which runs it was taken from: files of examples/benchmarks/results, on H200 with torch 2.11, Megatron-Core
+0.16.1 and Transformer Engine 2.20. `examples/benchmarks/preflight.py` compares predictions with all results, those of
+other runs included. They were frozen on 2026-11-23.
+"""
+
+# Memory.
+WORKSPACE_BYTES = 500_000_000
+"""cuBLAS, cuDNN and Transformer Engine's own memory in a rank: qwen3_4b (0.5 GB) and qwen3_4b_short (0.5 GB)."""
+CONTEXT_BYTES = 700_000_000
+"""CUDA's context and loaded kernels of one process, which torch does not see. Not measured here."""
+NCCL_BYTES = 1_000_000_000
+"""NCCL's buffers of a rank with peers. Not measured here."""
+ALLOCATOR_FRACTION = 0.14
+"""Part of the tensors of a step by which torch's allocator reserves more: (145.3 - 135.6) / 71 of qwen3_4b. Elsewhere
+between 0.08 (qwen3_8b) and 0.49 (qwen3_30b_a3b_ep4, whose experts' tensors differ in size). It gives way under
+pressure."""
+DETERMINISTIC_BYTES = 64
+"""Bytes for each head and pair of tokens of a micro-batch that cuDNN's deterministic attention takes:
+qwen3_4b_deterministic, 7.9 GB at 2,048 tokens of 32 heads."""
+EXPERT_IMBALANCE = 1.0
+"""Tokens of the busiest rank's experts, in units of the mean. Random routers are even. Trained ones are not, and
+nothing says by how much."""
+GRAPH_BYTES = 1_200_000_000
+"""An engine's CUDA graphs for 35 batch sizes. Not measured here; vLLM reports 0.5 to 2 GB for such models."""
+ENGINE_WORKSPACE_BYTES = 2_500_000_000
+"""An engine's activations, sampling buffers and context within its gpu_memory_utilization. Not measured here."""
+ENGINE_ASLEEP_BYTES = 1_000_000_000
+"""Context and buffers of an engine asleep, without its CUDA graphs. Not measured here."""
+
+# Seconds: parts of a device's peaks.
+DENSE_EFFICIENCY = 0.73
+"""Matrix products over their peak: qwen3_4b, 395 TFLOP in 0.545 s."""
+FP8_SPEEDUP = 1.35
+"""Speed of matrix products in blockwise FP8, their casts included, over those in bfloat16: qwen3_4b_fp8."""
+ATTENTION_FORWARD_EFFICIENCY = 0.52
+"""Packed causal attention over the peak: qwen3_4b."""
+ATTENTION_BACKWARD_EFFICIENCY = 0.34
+"""The same backward, counted as twice forward: qwen3_4b."""
+EXPERT_EFFICIENCY = 0.47
+"""Grouped products of experts: qwen3_30b_a3b_ep2_cutlass. Between 0.43 (1,024 tokens an expert) and 0.53 (4,096)."""
+PASSES = 8.5
+"""How often norms, rotary embedding, activations and residuals move as many bytes as a layer keeps: qwen3_4b, 257
+ms."""
+SORTING_PASSES = 18.0
+"""How often sorting moves the bytes of the experts' inputs, forward and backward: qwen3_30b_a3b_cut_cutlass, 54 ms."""
+OPTIMIZER_BANDWIDTH = 0.37
+"""AdamW over the memory's speed: qwen3_4b, 64 ms; qwen3_30b_a3b_cut_cutlass, 95 ms."""
+LAUNCH_S = 59e-6
+"""Seconds of the host for one kernel of a training step: qwen3_4b_short, where the device waits for them."""
+FORWARD_LAUNCHES = 0.41
+"""Part of a step's kernels that a forward pass has: qwen3_4b_short, logprobs."""
+LAUNCHES_PER_LAYER = 86
+"""Kernels of a dense layer, forward and backward: qwen3_4b, 6,287 for two micro-batches."""
+LAUNCHES_PER_MOE_LAYER = 187
+"""Kernels of a layer with experts besides those of each expert: qwen3_30b_a3b_cut_cutlass."""
+LAUNCHES_PER_EXPERT = 1.5
+"""Kernels for each expert of a rank, with train.kernels.cutlass_experts: qwen3_30b_a3b_cut_cutlass."""
+LAUNCHES_PER_EXPERT_SINGLY = 6.2
+"""The same without it: qwen3_30b_a3b_cut."""
+COLLECTIVE_EFFICIENCY = 0.52
+"""All-to-all of tokens over the speed of a link, waits for the slowest rank included: qwen3_30b_a3b_ep2_cutlass, 325 ms
+for 66.5 GB."""
+DECODE_EFFICIENCY = 0.65
+"""Weights and caches read for a decode step over the memory's speed: vLLM in engines_qwen3_4b."""
+DECODE_LAYER_S = 54e-6
+"""Seconds of a decode step for each layer that no byte explains: vLLM in engines_qwen3_4b, one request alone."""
+PREFILL_EFFICIENCY = 0.62
+"""Matrix products of prompts over their peak: vLLM in engines_qwen3_4b."""
+SYNC_LATENCY_S = 0.02
+"""Seconds of a weight sync that no byte explains: weight_sync_30b_split and weight_sync_30b_ep2."""
+SYNC_EFFICIENCY = 0.95
+"""Copies of a weight sync over a link's measured speed: weight_sync_30b_split."""

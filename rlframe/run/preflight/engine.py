@@ -1,0 +1,79 @@
+"""Memory of a device of an engine."""
+
+from dataclasses import dataclass
+
+from rlframe.models.families.base import Architecture
+from rlframe.rollout.base.config import EngineDtype, RolloutConfig
+from rlframe.rollout.served.config import ServedConfig
+from rlframe.run.preflight import constants
+from rlframe.run.preflight.parts import Part, Phase, Process
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """One device of an engine."""
+
+    role: str
+    config: RolloutConfig
+    architecture: Architecture
+    parameters: int
+    """Of the whole model."""
+    device_bytes: float
+    train_itemsize: int
+    sequences: int
+    """Sequences that an engine gets in a step."""
+    sequence_tokens: int
+    """Tokens of the longest, prompt and response."""
+    cuda: bool = True
+    shares: bool = False
+    """Whether it takes turns with other roles on the device."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight."""
+        sizes = {EngineDtype.AUTO: self.train_itemsize, EngineDtype.FLOAT32: 4, EngineDtype.BFLOAT16: 2}
+        return sizes[self.config.dtype]
+
+    @property
+    def weights_bytes(self) -> float:
+        """Bytes of the weights on one device."""
+        return self.parameters * self.itemsize / self.config.devices_per_engine
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of the keys and values of one token on one device. Key heads that tp does not divide are copied."""
+        tp, shape = self.config.devices_per_engine, self.architecture
+        if shape.latent:
+            return shape.num_layers * (shape.latent.kv_rank + shape.latent.rotary_head_dim) * self.itemsize
+        return 2 * shape.num_layers * max(1, shape.num_kv_heads / tp) * shape.head_dim * self.itemsize
+
+    @property
+    def cache_bytes(self) -> float:
+        """Bytes of the key-value cache of one device; negative if the weights leave none."""
+        if not isinstance(self.config, ServedConfig) or not self.cuda:
+            return self.sequences * self.sequence_tokens * self.token_bytes
+        claimed = self.config.gpu_memory_utilization * self.device_bytes
+        return claimed - self.weights_bytes - constants.ENGINE_WORKSPACE_BYTES
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose keys and values fit an engine at once."""
+        return max(0, int(self.cache_bytes / self.token_bytes))
+
+    def process(self) -> Process:
+        """Returns one device's part of the engine."""
+        weights = Part("weights", self.weights_bytes)
+        cache = Part("key-value cache", max(0.0, self.cache_bytes))
+        if not isinstance(self.config, ServedConfig) or not self.cuda:
+            return Process(role=self.role, resident=(weights,), work={Phase.GENERATION: (cache,)}, keeps=False)
+        graphs = Part("CUDA graphs", 0.0 if self.config.enforce_eager else constants.GRAPH_BYTES)
+        workspace = Part("workspaces and context", constants.ENGINE_WORKSPACE_BYTES)
+        asleep = Part("context of the engine asleep", constants.ENGINE_ASLEEP_BYTES)
+        return Process(
+            role=self.role,
+            resident=(weights, graphs, workspace),
+            asleep=(graphs, asleep) if self.shares else None,
+            # Weights are awake for a sync, the cache is not.
+            work={Phase.GENERATION: (cache,), Phase.SYNC: ()},
+            keeps=False,
+        )

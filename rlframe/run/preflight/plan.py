@@ -1,0 +1,363 @@
+"""The plan of a run: its processes on their devices, and the seconds of its step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
+from rlframe.cluster.roles import CRITIC, ENGINES, JUDGE_ENGINES, POLICY, REWARD_MODEL, TEACHER, TEACHER_ENGINES, Place
+from rlframe.megatron.config.forward_only import forward_only
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import Dtype, TrainConfig
+from rlframe.models.config import ModelConfig
+from rlframe.models.families.base import Architecture
+from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.rollout.base.config import RolloutConfig
+from rlframe.run.config import RunConfig
+from rlframe.run.preflight import seconds
+from rlframe.run.preflight.devices import Accelerator
+from rlframe.run.preflight.engine import EngineMemory
+from rlframe.run.preflight.parts import DeviceMemory, Phase, Process, total
+from rlframe.run.preflight.trainer import TrainerMemory, frozen_process
+from rlframe.run.preflight.weights import Counter
+from rlframe.run.preflight.workload import Division, Workload, divide, layout_of
+from rlframe.run.roles import teacher_engine, topology
+from rlframe.run.teacher import TeacherPlacement
+from rlframe.types.results import Output
+
+MAX_LENGTH = 16384
+"""Longest response that the estimate assumes where nothing else bounds it."""
+
+
+class Models:
+    """The models of a run, each read from its config.json once, however many settings are tried."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str | None, int | None], Counter] = {}
+
+    def counter(self, model: ModelConfig, outputs: int | None = None) -> Counter:
+        """Returns what counts a model's parameters.
+
+        Raises:
+            ConfigError, CheckpointError: the model is not there, or its config.json cannot be read.
+        """
+        key = (model.path, model.revision, outputs)
+        if key not in self._known:
+            # With random_init nothing but small files would be downloaded.
+            folder = resolve(replace(model, random_init=True))
+            family = load_family(folder)
+            architecture = family.architecture(read_config(folder)).with_outputs(outputs)
+            self._known[key] = Counter(family, architecture)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run on devices of one kind."""
+
+    run: RunConfig
+    algorithm: Algorithm
+    accelerator: Accelerator
+    workload: Workload
+    models: Models
+    devices_per_host: int = 8
+
+    @property
+    def cuda(self) -> bool:
+        """Whether it runs on CUDA."""
+        return not self.accelerator.is_cpu
+
+    @property
+    def critic(self) -> Algorithm | None:
+        """The algorithm that trains the critic."""
+        return self.algorithm.critic if isinstance(self.algorithm, OnlineAlgorithm) else None
+
+    @property
+    def parallel(self) -> Parallel:
+        """The policy's layout."""
+        return layout_of(self.run.train.parallel)
+
+    @cached_property
+    def counter(self) -> Counter:
+        """The policy's model."""
+        return self.models.counter(self.run.model, self.algorithm.model_outputs)
+
+    @property
+    def architecture(self) -> Architecture:
+        """The policy's architecture."""
+        return self.counter.architecture
+
+    @cached_property
+    def division(self) -> Division:
+        """How the policy's step is divided."""
+        return divide(self.workload, self.run.train)
+
+    @cached_property
+    def trainer(self) -> TrainerMemory:
+        """A rank of the policy."""
+        needs = self.algorithm.requirements
+        teacher = self.run.teacher
+        inside = teacher and teacher.placement is TeacherPlacement.WORKERS
+        # The divergence needs the logits of both models and their gradient apart.
+        copies = 3 if self.algorithm.output is Output.DIVERGENCE else 1
+        return TrainerMemory(
+            role=POLICY,
+            train=self.run.train,
+            architecture=self.architecture,
+            counter=self.counter,
+            tokens=self.division.tokens,
+            microbatches=self.division.microbatches,
+            logits_copies=copies,
+            forward_passes=needs.online or needs.reference or bool(teacher),
+            cuda=self.cuda,
+            teacher_bytes=self._frozen_bytes(teacher.model, self.parallel) if inside and teacher else 0.0,
+        )
+
+    @cached_property
+    def critic_trainer(self) -> TrainerMemory | None:
+        """A rank of the critic."""
+        if self.critic is None:
+            return None
+        division = divide(self.workload, self.run.critic_train)
+        counter = self.models.counter(self.run.critic_model, self.critic.model_outputs)
+        return TrainerMemory(
+            role=CRITIC, train=self.run.critic_train, architecture=counter.architecture, counter=counter,
+            tokens=division.tokens, microbatches=division.microbatches, cuda=self.cuda,
+        )  # fmt: skip
+
+    @cached_property
+    def engine(self) -> EngineMemory | None:
+        """A device of the policy's engines."""
+        if not self.workload.sampled:
+            return None
+        return self._engine(ENGINES, self.run.rollout, self.run.model, shares=self.run.cluster.colocate)
+
+    def _engine(self, role: str, config: RolloutConfig, model: ModelConfig, *, shares: bool) -> EngineMemory:
+        counter = self.models.counter(model, self.algorithm.model_outputs if role == ENGINES else None)
+        (whole,) = counter.stages(Parallel())
+        return EngineMemory(
+            role=role,
+            config=config,
+            architecture=counter.architecture,
+            parameters=whole.all,
+            device_bytes=self.accelerator.memory_bytes,
+            train_itemsize=2 if self.run.train.dtype == Dtype.BFLOAT16 else 4,
+            sequences=-(-self.workload.sequences // config.num_engines),
+            sequence_tokens=self.workload.prompt_tokens + self.workload.longest_response,
+            cuda=self.cuda,
+            shares=shares and self.cuda,
+        )
+
+    def _frozen_bytes(self, model: ModelConfig, layout: Parallel) -> float:
+        counter = self.models.counter(model)
+        if not counter.architecture.num_experts:
+            layout = replace(layout, ep=1, etp=1)
+        size = 2 if self.run.train.dtype == Dtype.BFLOAT16 else 4
+        return max(stage.all for stage in counter.stages(layout)) * size
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of a step."""
+        sampled = (Phase.GENERATION,) if self.workload.sampled else ()
+        synced = (Phase.SYNC,) if self.workload.sampled else ()
+        return (*sampled, Phase.LOGPROBS, Phase.TRAIN, *synced)
+
+    @cached_property
+    def devices(self) -> tuple[DeviceMemory, ...]:
+        """The devices by what shares them, those of the policy first."""
+        online = self.workload.sampled
+        roles = topology(self.run, online=online, has_critic=self.critic is not None)
+        processes = dict(self._processes())
+        shared = [processes[role.name] for role in roles.roles if role.place is not Place.OWN]
+        found = [DeviceMemory(count=roles.num_shared, processes=tuple(shared), phases=self.phases)]
+        for role in roles.roles:
+            if role.place is Place.OWN:
+                found.append(
+                    DeviceMemory(count=role.num_devices, processes=(processes[role.name],), phases=self.phases)
+                )
+        return tuple(found)
+
+    def _processes(self) -> Iterator[tuple[str, Process]]:
+        run, tokens = self.run, self.division.tokens
+        yield POLICY, self.trainer.process()
+        if self.critic_trainer:
+            yield CRITIC, self.critic_trainer.process()
+        if self.engine:
+            yield ENGINES, self.engine.process()
+        if run.teacher and (layout := run.teacher.own_layout):
+            yield TEACHER, self._frozen(TEACHER, run.teacher.model, layout, tokens, outputs=None)
+        if run.teacher and (engine := teacher_engine(run)):
+            yield TEACHER_ENGINES, self._engine(TEACHER_ENGINES, engine, run.teacher.model, shares=False).process()
+        if run.judge:
+            yield JUDGE_ENGINES, self._engine(JUDGE_ENGINES, run.judge.engine, run.judge.model, shares=False).process()
+        if model := run.reward.model:
+            config = ModelConfig(path=model.path, revision=model.revision)
+            yield REWARD_MODEL, self._frozen(REWARD_MODEL, config, Parallel.parse(model.parallel), tokens, outputs=1)
+
+    def _frozen(self, role: str, model: ModelConfig, layout: Parallel, tokens: int, *, outputs: int | None) -> Process:
+        train = forward_only(self.run.train, layout)
+        return frozen_process(role, self.models.counter(model, outputs), train, tokens=tokens, cuda=self.cuda)
+
+    @property
+    def worst(self) -> DeviceMemory:
+        """The device that takes most."""
+        return max(self.devices, key=lambda device: device.peak_bytes)
+
+    @property
+    def missing_bytes(self) -> float:
+        """Bytes by which the worst device's peak exceeds its memory; negative if it fits."""
+        return self.worst.peak_bytes - self.accelerator.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits every device, and engines have a cache for at least one sequence."""
+        return self.missing_bytes <= 0 and self.engine_fits
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether an engine's claim holds its weights and the keys and values of one sequence."""
+        return self.engine is None or self.engine.cache_tokens >= self.engine.sequence_tokens
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Host memory of one host that the policy's ranks pin or copy: references, main weights and moments that wait
+        there or are updated there."""
+        train = self.run.train
+        stage = max(self.trainer.stages(), key=lambda each: each.all)
+        states = {part.name: part.bytes for part in self.trainer.states(stage)}
+        on_device = 1.0 - train.optimizer.cpu_offload_fraction
+        bytes_of_rank = 0.0
+        if self.algorithm.needs_reference and not train.lora and not self.algorithm.precomputes_reference:
+            bytes_of_rank += stage.all * self.trainer.itemsize
+        if train.offload_optimizer:
+            bytes_of_rank += states.get("main weights", 0.0) + states["moments"]
+        if on_device < 1.0:
+            shard = stage.trained_dense / (self.parallel.dp * self.parallel.cp)
+            shard += stage.trained_experts / self.parallel.edp
+            bytes_of_rank += shard * 12 * (1.0 - on_device)
+        return bytes_of_rank * min(self.parallel.world, self.devices_per_host)
+
+    @property
+    def resident_bytes(self) -> float:
+        """What all processes hold for certain, on all devices: weights, gradients, optimizer."""
+        return sum(total(process.resident) * device.count for device in self.devices for process in device.processes)
+
+    @cached_property
+    def step_seconds(self) -> dict[str, float]:
+        """Seconds of a step by phase. Empty if the device's speeds are not known."""
+        if self.accelerator.speeds is None:
+            return {}
+        found = dict(self._sampling_seconds()) if self.engine else {}
+        policy = self.timed(self.trainer, self.division)
+        forward = 0.0
+        if isinstance(self.algorithm, OnlineAlgorithm) and not self.algorithm.bypass:
+            forward += 1.0
+        forward += float(self.algorithm.needs_reference and not self.algorithm.precomputes_reference)
+        if forward:
+            found["logprobs"] = forward * self.division.updates * policy.passes(backward=False)
+            found["logprobs"] /= self.run.train.epochs_per_batch
+        found["train"] = self.division.updates * policy.optimizer_step()
+        if self.critic_trainer:
+            division = divide(self.workload, self.run.critic_train)
+            critic = self.timed(self.critic_trainer, division)
+            found["critic"] = critic.passes(backward=False) + division.updates * critic.optimizer_step()
+        return found
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of a step: phases in turns, or sampling beside the rest."""
+        found = self.step_seconds
+        beside = found.get("generation", 0.0)
+        rest = sum(found.values()) - beside
+        ahead = self.run.loop.max_policy_lag > 0 and not self.run.cluster.colocate
+        return max(beside, rest) if ahead else beside + rest
+
+    def timed(self, memory: TrainerMemory, division: Division) -> seconds.TrainerSeconds:
+        """Returns what times a role that trains. The device's speeds must be known."""
+        assert self.accelerator.speeds is not None
+        parallel = memory.parallel
+        return seconds.TrainerSeconds(
+            memory=memory,
+            speeds=self.accelerator.speeds,
+            tokens=division.mean_tokens,
+            mean_length=self.workload.sequence_tokens,
+            spans_hosts=parallel.ep * parallel.etp * parallel.tp > self.devices_per_host
+            or (parallel.world > self.devices_per_host),
+        )
+
+    def _sampling_seconds(self) -> Iterator[tuple[str, float]]:
+        assert self.engine is not None and self.accelerator.speeds is not None
+        work, engine = self.workload, self.engine
+        layers = tuple(range(engine.architecture.num_layers))
+        count = seconds.operations(engine.architecture, layers, mean_length=0.0, last=False)
+        responses = seconds.Responses(
+            sequences=engine.sequences,
+            prompt_tokens=work.prompt_tokens,
+            tokens=work.response_tokens,
+            longest=work.longest_response,
+            group=work.group if getattr(engine.config, "enable_prefix_caching", False) else 1,
+        )
+        yield "generation", seconds.generation(engine, self.accelerator.speeds, responses, count.all)
+        yield (
+            "weight sync",
+            seconds.sync(
+                engine,
+                self.accelerator.speeds,
+                colocated=self.run.cluster.colocate,
+                same_host=self.num_devices <= self.devices_per_host,
+                sources=self.parallel.world,
+            ),
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the run."""
+        return sum(device.count for device in self.devices)
+
+
+def plan(
+    run: RunConfig,
+    algorithm: Algorithm,
+    accelerator: Accelerator,
+    *,
+    response_tokens: int | None = None,
+    prompt_tokens: int | None = None,
+    models: Models | None = None,
+    devices_per_host: int = 8,
+) -> Plan:
+    """Returns the plan of a run.
+
+    Args:
+        response_tokens: mean tokens of a response; None means rollout.max_tokens.
+        prompt_tokens: mean tokens of a prompt; None means data.max_prompt_tokens.
+        models: models that other plans have read.
+    """
+    sampled = algorithm.online and run.rollout.replay is None
+    longest = min(run.rollout.max_tokens, run.train.sequence_tokens)
+    if algorithm.online:
+        prompt = prompt_tokens or min(run.data.max_prompt_tokens, max(1, run.train.sequence_tokens - longest))
+        response = response_tokens or longest
+    else:
+        # Given sequences: nothing but the budget bounds them.
+        whole = min(run.train.sequence_tokens, MAX_LENGTH)
+        prompt = prompt_tokens or (0 if response_tokens else whole)
+        response = response_tokens or 0
+    workload = Workload(
+        prompts=run.prompts_per_step,
+        group=algorithm.group_size if algorithm.online else 1,
+        prompt_tokens=prompt,
+        response_tokens=response,
+        longest_response=max(longest, response) if algorithm.online else response,
+        sampled=sampled,
+    )
+    return Plan(run, algorithm, accelerator, workload, models or Models(), devices_per_host)
+
+
+def with_train(found: Plan, train: TrainConfig) -> Plan:
+    """Returns the plan with other settings of training."""
+    return with_run(found, replace(found.run, train=train))
+
+
+def with_run(found: Plan, run: RunConfig) -> Plan:
+    """Returns the plan of another run of the same algorithm, on the same devices with the same lengths."""
+    return Plan(run, found.algorithm, found.accelerator, found.workload, found.models, found.devices_per_host)

@@ -1,0 +1,288 @@
+"""Seconds of a step by phase: a roofline with measured efficiencies.
+
+Source of the operations: examples/benchmarks/train_step.py (real tokens, causal attention, forward and twice that for
+backward); of the model of a decode step: examples/benchmarks/engines.py. `constants` says where the rest was measured.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlframe.megatron.config.options import Fp8Recipe
+from rlframe.models.families.base import Architecture
+from rlframe.rollout.served.config import ServedConfig
+from rlframe.run.preflight import activations, constants
+from rlframe.run.preflight.devices import Speeds
+from rlframe.run.preflight.engine import EngineMemory
+from rlframe.run.preflight.trainer import TrainerMemory
+from rlframe.run.preflight.weights import StageWeights, is_sparse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operations:
+    """Floating-point operations of one token's forward pass through all layers of a rank's stage, before tp."""
+
+    dense: float
+    attention: float
+    experts: float
+    head: float
+
+    @property
+    def all(self) -> float:
+        """The sum."""
+        return self.dense + self.attention + self.experts + self.head
+
+
+def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_length: float, last: bool) -> Operations:
+    """Returns the operations of a token. Attention over a sequence of s tokens costs 2 s for each query's number.
+
+    Args:
+        mean_length: sum of the squares of the sequences' tokens over their sum.
+    """
+    hidden, heads = architecture.hidden_size, architecture.num_attention_heads
+    queries, keys = heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
+    projections = 2 * hidden * queries + 2 * hidden * keys
+    width = architecture.head_dim
+    if shape := architecture.latent:
+        width = (shape.plain_head_dim + shape.rotary_head_dim + shape.value_head_dim) / 2
+        down = (shape.query_rank or 0) + shape.kv_rank + shape.rotary_head_dim
+        up = heads * (shape.plain_head_dim + shape.rotary_head_dim) * ((shape.query_rank or hidden) / hidden)
+        projections = hidden * down + up * hidden + heads * shape.value_head_dim * hidden
+        projections += shape.kv_rank * heads * (shape.plain_head_dim + shape.value_head_dim)
+    sparse = sum(is_sparse(architecture, layer) for layer in layers)
+    plain = len(layers) - sparse
+    mlp = 3 * hidden * architecture.ffn_hidden_size
+    shared = 3 * hidden * architecture.shared_ffn_hidden_size + hidden * architecture.num_experts
+    each = 3 * hidden * architecture.expert_ffn_hidden_size * architecture.experts_per_token
+    outputs = architecture.vocab_size if architecture.num_outputs is None else architecture.num_outputs
+    return Operations(
+        dense=2 * (len(layers) * projections + plain * mlp + sparse * shared),
+        attention=len(layers) * 2 * mean_length * heads * width,
+        experts=2 * sparse * each,
+        head=2 * hidden * outputs if last else 0.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """Seconds of one micro-batch on one rank, by what they are spent on."""
+
+    products: float
+    attention: float
+    experts: float
+    elementwise: float
+    exchange: float
+    """Messages between ranks that share a layer or its experts."""
+    launches: float
+    """Seconds in which the host launches kernels, beside which the device may work."""
+    expert_launches: float
+    """Launches that the device waits for, because the host reads the number of tokens of each expert first."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the micro-batch."""
+        device = self.products + self.attention + self.experts + self.elementwise + self.exchange
+        return max(device, self.launches) + self.expert_launches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSeconds:
+    """Times a role that trains."""
+
+    memory: TrainerMemory
+    speeds: Speeds
+    tokens: int
+    """Of the mean micro-batch on a rank."""
+    mean_length: float
+    """Sum of the squares of the sequences' tokens over their sum."""
+    spans_hosts: bool = False
+    """Whether ranks that share experts are on several hosts."""
+
+    def optimizer_step(self) -> float:
+        """Returns the seconds of one optimizer step: its micro-batches, gradient sums, the update."""
+        return self.passes(backward=True) + self.update()
+
+    def passes(self, *, backward: bool) -> float:
+        """Returns the seconds of all micro-batches, with the pipeline's empty places: (pp - 1) / vpp more of them."""
+        parallel = self.memory.parallel
+        slowest = max(self.one_pass(stage, backward=backward).seconds for stage in self.memory.stages())
+        return slowest * (self.memory.microbatches + (parallel.pp - 1) / parallel.vpp)
+
+    def one_pass(self, stage: StageWeights, *, backward: bool) -> Pass:
+        """Returns the seconds of one micro-batch on a rank of a stage."""
+        memory, train, speeds = self.memory, self.memory.train, self.speeds
+        parallel, tokens = memory.parallel, self.tokens
+        again = activations.recomputed_fraction(train, len(stage.layers)) if backward else 0.0
+        times = (3.0 if backward else 1.0) + again
+        last = stage.stage == parallel.pp - 1
+        count = operations(memory.architecture, stage.layers, mean_length=self.mean_length, last=last)
+        flops = speeds.flops * (1 if memory.itemsize == 2 else 1 / 16)
+        products = flops * constants.DENSE_EFFICIENCY
+        fast = constants.FP8_SPEEDUP if train.fp8.recipe is not Fp8Recipe.OFF else 1.0
+        share = tokens / parallel.tp
+        # With lora, weights have no gradients: a third of the products is left out.
+        weight_free = (2 if backward else 1) + again if train.lora else times
+        kernels = activations.Kernels.of(train, cuda=True)
+        rows = [
+            (sum(each.bytes for each in activations.layer(memory.architecture, kernels, parallel, sparse=sparse)))
+            for sparse in (is_sparse(memory.architecture, layer) for layer in stage.layers)
+        ]
+        moved = sum(rows) * constants.PASSES * times / 3 * share / speeds.memory
+        sparse = sum(is_sparse(memory.architecture, layer) for layer in stage.layers)
+        experts = share * count.experts * weight_free / (flops * constants.EXPERT_EFFICIENCY)
+        return Pass(
+            products=share * (count.dense * weight_free / fast + count.head * times) / products,
+            attention=share * count.attention * attention_times(again, backward=backward) / flops,
+            experts=experts,
+            elementwise=moved + sparse * self._sorting(share) * times / 3,
+            exchange=self._exchange(len(stage.layers), sparse, share, times),
+            launches=self._launches(len(stage.layers), sparse, again, backward=backward),
+            expert_launches=self._expert_launches(sparse, experts / times) if backward else 0.0,
+        )
+
+    def _sorting(self, share: float) -> float:
+        shape = self.memory.architecture
+        inputs = shape.experts_per_token * shape.hidden_size * self.memory.itemsize
+        return share * inputs * constants.SORTING_PASSES / self.speeds.memory
+
+    def _exchange(self, layers: int, sparse: int, share: float, times: float) -> float:
+        """Returns the seconds of the messages of a micro-batch: to and from experts (ep), around attention and MLP (tp:
+        two gathers and two scatters of the hidden states a pass), and of keys and values (cp)."""
+        memory, parallel = self.memory, self.memory.parallel
+        shape, size = memory.architecture, memory.itemsize
+        link = self.speeds.network if self.spans_hosts else self.speeds.peer
+        hidden = shape.hidden_size * size
+        # times counts backward twice, but messages go the same way back once: 3 becomes 2.
+        rounds = times if times < 2 else times - 1
+        ranks = parallel.ep * parallel.etp
+        to_experts = 2 * shape.experts_per_token * hidden * share * (ranks - 1) / ranks * sparse
+        around = 4 * hidden * share * (parallel.tp - 1) * (layers - sparse / 2)
+        keys = 2 * shape.num_kv_heads * shape.head_dim * size * share * (parallel.cp - 1) * layers
+        stages = 2 * hidden * share if parallel.pp > 1 else 0.0
+        moved = to_experts / link + (around + keys + stages) / self.speeds.peer
+        return moved * rounds / constants.COLLECTIVE_EFFICIENCY
+
+    def _launches(self, layers: int, sparse: int, again: float, *, backward: bool) -> float:
+        whole = constants.LAUNCHES_PER_LAYER * (layers - sparse) + constants.LAUNCHES_PER_MOE_LAYER * sparse
+        part = (1.0 if backward else constants.FORWARD_LAUNCHES) + again * constants.FORWARD_LAUNCHES
+        return whole * part * constants.LAUNCH_S
+
+    def _expert_launches(self, sparse: int, once_s: float) -> float:
+        """Returns by how much launching the gradients of each expert's weights takes longer than computing them.
+
+        Args:
+            once_s: seconds of the device for one of the three products of every expert.
+        """
+        singly = not self.memory.train.kernels.cutlass_experts
+        each = constants.LAUNCHES_PER_EXPERT_SINGLY if singly else constants.LAUNCHES_PER_EXPERT
+        held = self.memory.architecture.num_experts / self.memory.parallel.ep
+        return max(0.0, each * held * sparse * constants.LAUNCH_S - once_s * (3 if singly else 1))
+
+    def update(self) -> float:
+        """Returns the seconds of gradient sums, AdamW and the gathering of parameters."""
+        return max(self._update(stage) for stage in self.memory.stages())
+
+    def _update(self, stage: StageWeights) -> float:
+        memory, parallel = self.memory, self.memory.parallel
+        states = {part.name: part.bytes for part in memory.states(stage)}
+        shard_bytes = 2 * (states.get("main weights", 0.0) + states["moments"]) + states["gradients"]
+        copies = parallel.dp * parallel.cp
+        link = self.speeds.network if self.spans_hosts else self.speeds.peer
+        gradient = states["gradients"] / max(1, stage.trained_dense + stage.trained_experts) + memory.itemsize
+        moved = stage.trained_dense * gradient * (copies - 1) / copies
+        moved += stage.trained_experts * gradient * (parallel.edp - 1) / parallel.edp
+        hidden = 0.5 if memory.train.communication.overlap_grad_reduce else 1.0
+        return (
+            shard_bytes / (self.speeds.memory * constants.OPTIMIZER_BANDWIDTH)
+            + moved * hidden / (link * constants.COLLECTIVE_EFFICIENCY)
+            + self._host_update(stage)
+        )
+
+    def _host_update(self, stage: StageWeights) -> float:
+        """Returns the seconds of the part that the CPU updates: 16 bytes a parameter at 25 GB/s, not measured."""
+        optimizer, parallel = self.memory.train.optimizer, self.memory.parallel
+        shard = stage.trained_dense / (parallel.dp * parallel.cp) + stage.trained_experts / parallel.edp
+        return shard * optimizer.cpu_offload_fraction * 16 / 25e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Responses:
+    """What is sampled in a step."""
+
+    sequences: int
+    """On one engine."""
+    prompt_tokens: float
+    tokens: float
+    """Mean number of tokens of a response."""
+    longest: int
+    """Tokens of the longest response."""
+    group: int = 1
+    """Responses to one prompt, whose keys and values are computed once."""
+
+
+def attention_times(again: float, *, backward: bool) -> float:
+    """Returns the passes of attention over the efficiency of each; backward has twice the operations."""
+    forward, back = constants.ATTENTION_FORWARD_EFFICIENCY, constants.ATTENTION_BACKWARD_EFFICIENCY
+    return (1 + again) / forward + (2 / back if backward else 0.0)
+
+
+def generation(memory: EngineMemory, speeds: Speeds, responses: Responses, operations_of_token: float) -> float:
+    """Returns the seconds in which an engine samples: prompts at the speed of products, then for each token the weights
+    and all keys and values read once. The last responses run alone.
+
+    Args:
+        operations_of_token: of a forward pass of the whole model, without attention.
+    """
+    tp = memory.config.devices_per_engine
+    prompts = responses.sequences / responses.group * responses.prompt_tokens
+    prefill = prompts * operations_of_token / (tp * speeds.flops * constants.PREFILL_EFFICIENCY)
+    steps, batch = waves(memory, responses)
+    bandwidth = speeds.memory * constants.DECODE_EFFICIENCY
+    # Of T tokens of a response, the mean one sees the prompt and half of the response.
+    seen = responses.prompt_tokens + responses.tokens / 2
+    read = responses.sequences * responses.tokens * seen * memory.token_bytes / bandwidth
+    step = weights_read(memory, batch) / bandwidth + memory.architecture.num_layers * constants.DECODE_LAYER_S
+    return prefill + steps * step + read
+
+
+def waves(memory: EngineMemory, responses: Responses) -> tuple[float, float]:
+    """Returns the number of decode steps and the mean number of sequences in one."""
+    at_once = memory.cache_tokens // max(1, int(responses.prompt_tokens + responses.tokens)) or 1
+    if isinstance(memory.config, ServedConfig):
+        at_once = min(at_once, memory.config.max_num_seqs)
+    rounds = max(1.0, responses.sequences / at_once)
+    steps = responses.longest + (rounds - 1) * responses.tokens
+    return steps, responses.sequences * responses.tokens / steps
+
+
+def weights_read(memory: EngineMemory, batch: float) -> float:
+    """Returns the bytes of weights that one decode step of `batch` sequences reads on a device. Of an expert, all or
+    nothing: 1 - (1 - k / E)^batch of them are chosen."""
+    shape = memory.architecture
+    sparse = sum(is_sparse(shape, layer) for layer in range(shape.num_layers))
+    experts = sparse * shape.num_experts * 3 * shape.hidden_size * shape.expert_ffn_hidden_size
+    chosen = 1 - (1 - shape.experts_per_token / shape.num_experts) ** batch if experts else 0.0
+    embedding = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
+    dense = memory.parameters - experts - embedding
+    return (dense + experts * chosen) * memory.itemsize / memory.config.devices_per_engine
+
+
+def sync(memory: EngineMemory, speeds: Speeds, *, colocated: bool, same_host: bool, sources: int) -> float:
+    """Returns the seconds of a weight sync in which each engine device pulls its weights from ranks that hold a part
+    each. With shared devices one of `sources` parts is on the device already."""
+    link = speeds.peer if same_host else speeds.network
+    remote = (sources - 1) / sources if colocated else 1.0
+    local = memory.weights_bytes * (1 - remote) / (speeds.memory / 2)
+    return constants.SYNC_LATENCY_S + max(memory.weights_bytes * remote / (link * constants.SYNC_EFFICIENCY), local)
+
+
+def training_operations(architecture: Architecture, *, mean_length: float) -> float:
+    """Returns the operations of a token of training, as an MFU counts them: without recomputation."""
+    layers = tuple(range(architecture.num_layers))
+    return 3 * operations(architecture, layers, mean_length=mean_length, last=True).all
+
+
+def mean_length(lengths: Iterator[int] | list[int]) -> float:
+    """Returns the sum of squares over the sum."""
+    values = list(lengths)
+    return math.fsum(value**2 for value in values) / sum(values)

@@ -1,0 +1,177 @@
+"""Memory of a rank that trains, or that only computes forward passes.
+
+Source: Megatron-Core 0.16.1's distributed optimizer as rlframe.megatron.worker.optimizer sets it up: parameters and
+gradients whole on every rank, main weights and moments divided over the ranks that hold copies of a parameter
+(Rajbhandari et al. 2020, arXiv 1910.02054, section 5.2): dp * cp of dense ones, edp of experts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlframe.megatron.config.options import Fp8Recipe, MomentDtype
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import Dtype, TrainConfig
+from rlframe.models.families.base import Architecture
+from rlframe.models.shards import padded_vocab_size
+from rlframe.run.preflight import activations, constants
+from rlframe.run.preflight.parts import Part, Phase, Process
+from rlframe.run.preflight.weights import Counter, StageWeights
+from rlframe.run.preflight.workload import layout_of
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerMemory:
+    """What a role that trains needs to know."""
+
+    role: str
+    train: TrainConfig
+    architecture: Architecture
+    counter: Counter
+    tokens: int
+    """Tokens of the largest micro-batch on one rank."""
+    microbatches: int
+    """Micro-batches of an optimizer step on one rank."""
+    logits_copies: int = 1
+    """Tensors as large as the logits at the loss. 1 where backward writes over the logits."""
+    forward_passes: bool = True
+    """Whether a phase of logprobs precedes training."""
+    cuda: bool = True
+    teacher_bytes: float = 0.0
+    """Weights of a teacher in the same ranks."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """The layout of the ranks."""
+        return layout_of(self.train.parallel)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight."""
+        return 2 if self.train.dtype == Dtype.BFLOAT16 else 4
+
+    def stages(self) -> list[StageWeights]:
+        """Returns the weights of a rank of each stage."""
+        return self.counter.stages(self.parallel, self.train.lora)
+
+    def process(self) -> Process:
+        """Returns the rank that takes most while it trains."""
+        return max((self.rank(stage) for stage in self.stages()), key=lambda process: peak(process))
+
+    def rank(self, stage: StageWeights) -> Process:
+        """Returns a rank of one stage."""
+        context = tuple(self._context())
+        weights = Part("parameters", stage.all * self.itemsize)
+        merged = Part("merged adapters", stage.adapted * self.itemsize)
+        teacher = Part("teacher", self.teacher_bytes)
+        states = tuple(self.states(stage))
+        work = {Phase.TRAIN: tuple(self._training(stage))}
+        if self.forward_passes:
+            work[Phase.LOGPROBS] = tuple(self._forward(stage))
+        sleeps = self.train.offload_optimizer
+        return Process(
+            role=self.role,
+            resident=(weights, merged, teacher, *states, *context),
+            asleep=(weights, merged, teacher, *context) if sleeps else None,
+            work=work,
+        )
+
+    def states(self, stage: StageWeights) -> Iterator[Part]:
+        """Yields gradients, main weights and moments."""
+        train, optimizer, parallel = self.train, self.train.optimizer, self.parallel
+        trained = stage.trained_dense + stage.trained_experts
+        gradient = FLOAT32 if train.communication.reduce_in_float32 else self.itemsize
+        yield Part("gradients", trained * gradient)
+        shard = stage.trained_dense / (parallel.dp * parallel.cp) + stage.trained_experts / parallel.edp
+        on_device = 1.0 - optimizer.cpu_offload_fraction
+        if train.dtype == Dtype.BFLOAT16:
+            # With precision_aware they are the 16 bits that the parameters lack.
+            yield Part("main weights", shard * (2 if optimizer.precision_aware else FLOAT32) * on_device)
+        moment = 2 if optimizer.moment_dtype is MomentDtype.BFLOAT16 else FLOAT32
+        yield Part("moments", shard * 2 * moment * on_device)
+        if train.fp8.recipe is not Fp8Recipe.OFF and self.cuda:
+            matrices = stage.all - stage.head * (1 if self.architecture.tie_embeddings else 2)
+            yield Part("weights in 8 bits, by rows and by columns", max(0, matrices) * 2)
+
+    def _context(self) -> Iterator[Part]:
+        if not self.cuda:
+            return
+        yield Part("workspaces of kernels", constants.WORKSPACE_BYTES)
+        yield Part("CUDA's context", constants.CONTEXT_BYTES)
+        if self.parallel.world > 1:
+            yield Part("NCCL's buffers", constants.NCCL_BYTES)
+
+    def _training(self, stage: StageWeights) -> Iterator[Part]:
+        kept = self._activations(stage)
+        end = self._end(stage)
+        head_gradient = stage.head * self.itemsize if self.train.lora is None else 0
+        # The output layer's gradients exist while all activations do; a layer that is recomputed has them no more.
+        if sum(end) + head_gradient >= kept.working:
+            yield Part("activations", kept.kept)
+            yield Part("logits", end[0])
+            yield Part("input of the output layer", end[1])
+            yield Part("gradient of the output layer", head_gradient)
+        else:
+            yield Part("activations", kept.kept)
+            yield Part("activations of the layers at work", kept.working)
+        if self.train.deterministic and self.cuda:
+            heads = self.architecture.num_attention_heads // self.parallel.tp
+            yield Part("deterministic attention", constants.DETERMINISTIC_BYTES * heads * self.tokens**2)
+
+    def _activations(self, stage: StageWeights) -> activations.Activations:
+        one = activations.of_stage(self.architecture, self.train, stage.layers, tokens=self.tokens, cuda=self.cuda)
+        return activations.Activations(kept=one.kept * self.in_flight(stage.stage), working=one.working)
+
+    def in_flight(self, stage: int) -> float:
+        """Returns the micro-batches whose activations a stage holds at once, in micro-batches of the whole stage.
+
+        Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2: as many as there are stages from this one on, and
+        (pp - 1) / (pp vpp) more in an interleaved schedule.
+        """
+        parallel = self.parallel
+        plain = min(self.microbatches, parallel.pp - stage)
+        if parallel.vpp == 1:
+            return plain
+        return min(self.microbatches, plain * (1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)))
+
+    def _end(self, stage: StageWeights) -> tuple[float, float]:
+        """Returns the bytes of the logits and of what leads to them."""
+        if stage.stage != self.parallel.pp - 1:
+            return 0.0, 0.0
+        share = self.tokens / self.parallel.tp
+        norm = 2 * share * self.architecture.hidden_size * self.itemsize
+        if self.architecture.num_outputs is not None:
+            return 0.0, norm
+        columns = padded_vocab_size(self.architecture, tp=self.parallel.tp) // self.parallel.tp
+        return self.tokens * columns * self.itemsize * self.logits_copies, norm
+
+    def _forward(self, stage: StageWeights) -> Iterator[Part]:
+        logits, norm = self._end(stage)
+        working = activations.of_stage(
+            self.architecture, self.train, stage.layers[:1], tokens=self.tokens, cuda=self.cuda
+        ).working
+        yield Part("activations of the layers at work", max(working, norm))
+        yield Part("logits", logits)
+
+
+def peak(process: Process) -> float:
+    """Returns the bytes of the phase that takes most of this process."""
+    return max(sum(part.bytes for part in process.at(phase)) for phase in process.work)
+
+
+def frozen_process(
+    role: str, counter: Counter, train: TrainConfig, *, tokens: int, cuda: bool, phase: Phase = Phase.LOGPROBS
+) -> Process:
+    """Returns the rank of a frozen model that takes most: a reward model, or a teacher with ranks of its own."""
+    memory = TrainerMemory(
+        role=role, train=train, architecture=counter.architecture, counter=counter, tokens=tokens, microbatches=1,
+        cuda=cuda,
+    )  # fmt: skip
+    ranks = []
+    for stage in memory.stages():
+        weights = Part("parameters", stage.all * memory.itemsize)
+        ranks.append(
+            Process(role=role, resident=(weights, *memory._context()), work={phase: tuple(memory._forward(stage))})
+        )
+    return max(ranks, key=peak)

@@ -1,0 +1,153 @@
+"""Numbers of parameters of a rank, from the family's own shapes."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rlframe.megatron.config.lora import ALL_LINEAR, LoraConfig
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.models.families.base import Architecture, Family, Shard
+from rlframe.models.shards import padded_vocab_size
+from rlframe.models.stages import chunk_layers
+
+MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj", "w1", "w3"),
+    "linear_fc2": ("down_proj", "w2"),
+}
+"""Megatron's names of modules for train.lora.target_modules, and those of checkpoints."""
+NOT_ADAPTED = ("mlp.gate", "router", "block_sparse_moe.gate", "norm")
+"""Ends of modules of a layer that have no adapter: routers and norms."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageWeights:
+    """Numbers of parameters of one rank of a pipeline stage."""
+
+    stage: int
+    layers: tuple[int, ...]
+    """Global indices of its layers."""
+    dense: int
+    """Parameters of attention, norms, routers, dense MLPs, embedding and output layer."""
+    experts: int
+    head: int
+    """Of `dense`, the rows that give the logits: the output layer, or the embedding tied to it. 0 on other stages."""
+    trained_dense: int
+    trained_experts: int
+    adapted: int = 0
+    """Parameters that have an adapter, which are held a second time, merged."""
+
+    @property
+    def all(self) -> int:
+        """All parameters of the rank."""
+        return self.dense + self.experts
+
+
+class Counter:
+    """Counts the parameters of a model in any layout. Each kind of layer is measured once for each split."""
+
+    def __init__(self, family: Family, architecture: Architecture):
+        self.family, self.architecture = family, architecture
+        self._parts: dict[tuple[int, int, int, str], tuple[int, int]] = {}
+        self._tensors: dict[str, tuple[int, ...]] | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor of the checkpoint."""
+        if self._tensors is None:
+            self._tensors = self.family.tensors(self.architecture)
+        return self._tensors
+
+    def stages(self, parallel: Parallel, lora: LoraConfig | None = None) -> list[StageWeights]:
+        """Returns the weights of a rank of each pipeline stage; all ranks of a stage hold equally many."""
+        counts = chunk_layers(self.architecture.num_layers, **parallel.stages)
+        found = []
+        for stage in range(parallel.pp):
+            chunks = range(stage, len(counts), parallel.pp)
+            layers = tuple(
+                layer for chunk in chunks for layer in range(sum(counts[:chunk]), sum(counts[:chunk]) + counts[chunk])
+            )
+            found.append(self._stage(parallel, lora, stage, layers))
+        return found
+
+    def _stage(self, parallel: Parallel, lora: LoraConfig | None, stage: int, layers: tuple[int, ...]) -> StageWeights:
+        first, last = stage == 0, stage == parallel.pp - 1
+        parts = [self._layer(parallel, layer) for layer in layers]
+        ends = {(True, True): "both ends", (True, False): "embedding", (False, True): "output"}
+        if end := ends.get((first, last)):
+            parts.append(self._part(parallel, end))
+        dense, experts = (sum(values) for values in zip(*parts, strict=True)) if parts else (0, 0)
+        rows = padded_vocab_size(self.architecture, tp=parallel.tp) // parallel.tp * self.architecture.hidden_size
+        head = rows if last and self.architecture.num_outputs is None else 0
+        if lora is None:
+            return StageWeights(
+                stage=stage, layers=layers, dense=dense, experts=experts, head=head, trained_dense=dense,
+                trained_experts=experts,
+            )  # fmt: skip
+        adapters = [self._adapters(parallel, lora, layer) for layer in layers]
+        trained_dense, trained_experts, adapted = (sum(values) for values in zip(*adapters, strict=True))
+        return StageWeights(
+            stage=stage, layers=layers, dense=dense, experts=experts, head=head, trained_dense=trained_dense,
+            trained_experts=trained_experts, adapted=adapted,
+        )  # fmt: skip
+
+    def _layer(self, parallel: Parallel, layer: int) -> tuple[int, int]:
+        return self._part(parallel, "sparse" if is_sparse(self.architecture, layer) else "plain", layer)
+
+    def _part(self, parallel: Parallel, kind: str, layer: int = 0) -> tuple[int, int]:
+        """Returns the dense and the expert parameters of one layer, or of what is before or after all layers."""
+        key = (parallel.tp, parallel.ep, parallel.etp, kind)
+        if key not in self._parts:
+            shard = Shard(
+                tp_size=parallel.tp,
+                ep_size=parallel.ep,
+                etp_size=parallel.etp,
+                first_layer=layer,
+                num_layers=1 if kind in ("plain", "sparse") else 0,
+                has_embedding=kind in ("embedding", "both ends"),
+                has_output=kind in ("output", "both ends"),
+                padded_vocab_size=padded_vocab_size(self.architecture, tp=parallel.tp),
+            )
+            shapes = self.family.parameters(self.architecture, shard)
+            sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+            experts = sum(size for name, size in sizes.items() if ".experts." in name)
+            self._parts[key] = (sum(sizes.values()) - experts, experts)
+        return self._parts[key]
+
+    def _adapters(self, parallel: Parallel, lora: LoraConfig, layer: int) -> tuple[int, int, int]:
+        """Returns the trained dense and expert parameters of a layer on a rank, and the parameters they adapt."""
+        dense = experts = adapted = 0
+        for name, shape in self._matrices(layer):
+            module = name.removesuffix(".weight")
+            in_experts = ".experts." in name
+            if not takes(lora, module) or (in_experts and not lora.experts):
+                continue
+            ranks = parallel.ep * parallel.etp if in_experts else parallel.tp
+            size = lora.rank * sum(shape) // ranks
+            adapted += math.prod(shape) // ranks
+            experts, dense = (experts + size, dense) if in_experts else (experts, dense + size)
+        return dense, experts, adapted
+
+    def _matrices(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for name, shape in self.tensors.items():
+            if f".layers.{layer}." in name and len(shape) == 2 and name.endswith(".weight"):
+                if not name.removesuffix(".weight").endswith(NOT_ADAPTED):
+                    yield name, shape
+
+
+def is_sparse(architecture: Architecture, layer: int) -> bool:
+    """Returns whether a layer has experts."""
+    return bool(architecture.num_experts) and architecture.moe_layers[layer]
+
+
+def takes(lora: LoraConfig, module: str) -> bool:
+    """Returns whether train.lora adapts a module of the checkpoint's name."""
+    last = module.rpartition(".")[2]
+
+    def named(entry: str) -> bool:
+        return f".{module}".endswith(f".{entry}") or last in MODULES.get(entry, ())
+
+    return any(entry == ALL_LINEAR or named(entry) for entry in lora.target_modules) and not any(
+        named(entry) for entry in lora.exclude_modules
+    )

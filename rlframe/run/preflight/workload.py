@@ -1,0 +1,74 @@
+"""What a step computes: sequences, tokens, micro-batches."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The sequences of a step, all of the same length for the estimate."""
+
+    prompts: int
+    group: int
+    """Sequences of a prompt."""
+    prompt_tokens: int
+    response_tokens: int
+    """Mean tokens of a response; 0 if nothing is sampled."""
+    longest_response: int
+    sampled: bool
+    """Whether engines write the responses."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step."""
+        return self.prompts * self.group
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.sequences * self.sequence_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """How the step of one role that trains is divided."""
+
+    updates: int
+    """Optimizer steps."""
+    microbatches: int
+    """Micro-batches of an optimizer step on a rank."""
+    tokens: int
+    """Tokens of the largest micro-batch on a rank: shorter sequences fill it up."""
+    mean_tokens: int
+    """Tokens of the mean micro-batch on a rank."""
+
+
+@lru_cache(maxsize=4096)
+def layout_of(text: str | Parallel) -> Parallel:
+    """Returns the layout of `train.parallel`. The search reads each many times."""
+    return Parallel.parse(text)
+
+
+def divide(workload: Workload, train: TrainConfig) -> Division:
+    """Returns the division of a step. Whole sequences are packed into micro-batches of at most
+    `train.max_tokens_per_microbatch` tokens a rank, whose context-parallel ranks share sequences."""
+    parallel = layout_of(train.parallel)
+    length = max(1, workload.sequence_tokens)
+    budget = train.max_tokens_per_microbatch * parallel.cp
+    fit = max(1, budget // length)
+    share = max(1, -(-workload.sequences // (train.num_minibatches * parallel.dp)))
+    microbatches = -(-share // fit)
+    return Division(
+        updates=train.num_minibatches * train.epochs_per_batch,
+        microbatches=microbatches,
+        tokens=max(1, min(share * length, budget) // parallel.cp),
+        mean_tokens=max(1, share * length // microbatches // parallel.cp),
+    )

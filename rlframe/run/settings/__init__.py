@@ -1,0 +1,1 @@
+"""Every setting with its type, default and docstring, for `--help` and for completion. Imports no torch."""

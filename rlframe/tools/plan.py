@@ -1,0 +1,88 @@
+"""Says before a run starts whether it fits its devices and how long a step takes.
+
+`python -m rlframe.tools.plan --config-name NAME key=value...` needs the model's config.json, but no device, engine or
+weights. It prints the faults of the configuration, how the batch is divided, the memory of each device by phase, what
+to change if it does not fit, the seconds of a step, and the three fastest layouts for the same devices. Ends with
+status 1 if the run does not fit or its configuration has faults.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlframe.cluster.config import Device
+from rlframe.run.check import planned_faults
+from rlframe.run.check.context import algorithm_of
+from rlframe.run.config import RunConfig
+from rlframe.run.load import load
+from rlframe.run.preflight.advice import faults_of
+from rlframe.run.preflight.describe import describe, facts
+from rlframe.run.preflight.devices import KINDS, Accelerator, this_machine
+from rlframe.run.preflight.layouts import Layout, best
+from rlframe.run.preflight.plan import Plan, plan
+from rlframe.utils.errors import ConfigError, RlframeError
+from rlframe.utils.text import printable
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the plan of the run on the command line. Returns the exit status."""
+    options = _parser().parse_intermixed_args(arguments)
+    accelerator = KINDS[options.device] if options.device else this_machine()
+    try:
+        run = on(accelerator, load(options.config_name, options.overrides))
+        faults = planned_faults(run)
+        found = plan(
+            run,
+            algorithm_of(run),
+            accelerator,
+            response_tokens=options.response_tokens,
+            prompt_tokens=options.prompt_tokens,
+            devices_per_host=options.devices_per_host,
+        )
+        if faults_of(found):
+            # Nothing can be counted in a layout that does not divide the model.
+            raise ConfigError(faults)
+        layouts = best_layouts(found, options.devices)
+        for line in describe(found, faults, layouts, given=options.devices):
+            print(line)
+    except RlframeError as error:
+        print(printable(str(error)), file=sys.stderr)
+        return 1
+    if options.json:
+        Path(options.json).write_text(json.dumps(facts(found, faults, layouts), indent=1) + "\n")
+    return 0 if found.fits and not faults else 1
+
+
+def best_layouts(found: Plan, given: int | None) -> list[Layout]:
+    """Returns the fastest layouts on the given devices, or on as many as the run needs."""
+    return best(found, given or found.num_devices) if found.accelerator.speeds else []
+
+
+def on(accelerator: Accelerator, run: RunConfig) -> RunConfig:
+    """Returns the run on such devices, whatever this machine has, without its weights."""
+    device = Device.CPU if accelerator.is_cpu else Device.CUDA
+    # With random_init a hub model's small files are enough.
+    return replace(run, cluster=replace(run.cluster, device=device), model=replace(run.model, random_init=True))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlframe.tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--config-name", required=True, help="as for rlframe.main")
+    add("--device", choices=sorted(KINDS), help="the kind of device (default: that of this machine)")
+    add("--devices", type=int, help="number of devices for the best layouts (default: what the run needs)")
+    add("--devices-per-host", type=int, default=8, help="default %(default)s")
+    add("--prompt-tokens", type=int, help="mean tokens of a prompt (default: data.max_prompt_tokens)")
+    add("--response-tokens", type=int, help="mean tokens of a response (default: rollout.max_tokens)")
+    add("--json", metavar="FILE", help="write everything as JSON too")
+    add("overrides", nargs="*", help="key=value, as for rlframe.main")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The command lines of tools."""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from rlframe.utils.nearest import did_you_mean
+
+CHOICE = re.compile(r"invalid choice: '(?P<given>.*)' \(choose from (?P<known>.*)\)", re.DOTALL)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that names the nearest option or choice after a misspelt one."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """See `argparse.ArgumentParser`. Refuses unknown options itself, because a command's parser knows its options
+        better than the one above it."""
+        self._given = list(sys.argv[1:] if args is None else args)
+        found, rest = super().parse_known_args(self._given, namespace)
+        if unknown := [word for word in rest if word.startswith("--")]:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and the fault, with the nearest names, and exits with status 2."""
+        hints = dict.fromkeys(self._hints(message))
+        super().error("; ".join([message, *hints]))
+
+    def _hints(self, message: str) -> Iterator[str]:
+        if choice := CHOICE.search(message):
+            known = re.findall(r"[^\s,']+", choice["known"])
+            yield from filter(None, [did_you_mean(choice["given"], known)])
+            return
+        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        for word in getattr(self, "_given", []):
+            name = word.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in options):
+                hint = did_you_mean(name, options)
+                yield f"{name} is not an option; {hint}" if hint else f"{name} is not an option"

@@ -1,0 +1,131 @@
+"""Rules of the modes: what is not used is not checked, and what cannot work is refused with its key."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlframe.cluster.roles import ENGINES, POLICY
+from rlframe.run.check import check, checked
+from rlframe.run.load import load
+from rlframe.run.roles import topology
+from rlframe.utils.errors import ConfigError
+
+
+def faults(*overrides: str, config: str = "grpo_qwen3_moe") -> list[str]:
+    try:
+        check(load(config, overrides))
+    except ConfigError as error:
+        return list(map(str, error.faults))
+    return []
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(3)))
+    return file
+
+
+@pytest.mark.parametrize("config", ["grpo_qwen3_moe", "grpo_qwen3_moe_async", "dpo_qwen3_moe_tiny"])
+@pytest.mark.parametrize("mode", ["train", "evaluate", "generate"])
+def test_a_recipe_works_in_every_mode_and_with_no_steps(config: str, mode: str) -> None:
+    steps = ["steps=0", "train.optimizer.schedule=linear"] if mode == "train" else []
+    assert faults(f"mode={mode}", *steps, config=config) == []
+
+
+def test_settings_of_training_are_not_used_where_nothing_trains() -> None:
+    wrong = ["train.parallel=d3t5", "prompts_per_step=7", "train.num_minibatches=4"]
+    assert len(faults(*wrong)) > 1
+    assert faults("mode=evaluate", *wrong) == []
+    assert faults("mode=generate", *wrong) == []
+
+
+def test_a_longer_response_than_a_micro_batch_can_be_evaluated() -> None:
+    longer = ["train.max_tokens_per_microbatch=64", "data.max_prompt_tokens=60", "evaluation.max_tokens=100"]
+    assert any("train.max_tokens_per_microbatch" in fault for fault in faults(*longer))
+    assert faults("mode=evaluate", *longer) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["generation.top_p=0.9"], "generation.top_p has no effect with mode=train, got 0.9; remove it"),
+        (
+            ["mode=evaluate", "data.evaluation_count=0"],
+            "data.evaluation_count must be above 0 with mode=evaluate, got 0",
+        ),
+        (
+            ["mode=evaluate", "rollout.replay=old"],
+            "rollout.replay has no effect with mode=evaluate, got old; remove it",
+        ),
+        (["mode=generate", "checkpoint.start_from=old"], "checkpoint.start_from must be null with mode=generate"),
+        (["mode=generate", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
+        (["evaluation.sets.math.path=nowhere.jsonl"], "nowhere.jsonl"),
+        (
+            ["mode=generate", "generation.max_tokens=5000"],
+            "data.max_prompt_tokens=1024 + generation.max_tokens=5000 must be at most the model's positions",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides: list[str], expected: str) -> None:
+    found = faults(*overrides)
+    assert len(found) == 1 and expected in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["mode=evalute"], "mode must be one of train, evaluate, generate, got 'evalute'"),
+        (
+            ["evaluation.sets.math.path=arithmetic", "evaluation.sets.math.samples_per_prompt=8"],
+            "evaluation.sets.math.samples_per_prompt must be 1 with temperature=0, got 8: greedy responses to a prompt",
+        ),
+        (
+            ["evaluation.sets.math.path=arithmetic", "evaluation.sets.math.solved_reward=0.5"],
+            "evaluation.sets.math.solved_reward has no effect with samples_per_prompt=1",
+        ),
+        (["evaluation.sets.held_out.path=arithmetic"], "evaluation.sets must have names of letters"),
+        (["evaluation.sets.math.temperature=1"], "evaluation.sets.math.path must be"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load("grpo_qwen3_moe", overrides)
+    assert expected in str(refusal.value)
+
+
+def test_a_set_without_the_answers_that_a_reward_needs_is_refused(prompts: Path) -> None:
+    (fault,) = faults(f"evaluation.sets.math.path={prompts}")
+    assert fault.startswith("evaluation.sets.math.answer_key must name the field with the answer, which reward.parts.")
+    # To generate, nothing has to be judged.
+    assert faults("mode=generate", f"data.path={prompts}") == []
+
+
+def test_sets_have_no_effect_offline() -> None:
+    (fault,) = faults("evaluation.sets.math.path=arithmetic", config="dpo_qwen3_moe_tiny")
+    assert "evaluation.sets has no effect with algorithm.name=dpo" in fault
+
+
+def test_engines_alone_get_devices_where_nothing_trains() -> None:
+    def roles(mode: str, *, online: bool) -> list[str]:
+        run = load("grpo_qwen3_moe", [f"mode={mode}", "cluster.colocate=true"])
+        return [role.name for role in topology(run, online=online, has_critic=False).roles]
+
+    assert roles("train", online=True) == [POLICY, ENGINES]
+    assert roles("evaluate", online=True) == [ENGINES] == roles("generate", online=False)
+    # The loss of given sequences is computed in the policy's ranks.
+    assert roles("evaluate", online=False) == [POLICY]
+
+
+def test_each_mode_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    folders = [load("grpo_qwen3_moe", [f"output={tmp_path}", f"mode={mode}"]).folder for mode in ("train", "evaluate")]
+    assert folders == [tmp_path, tmp_path / "evaluate"]
+
+
+def test_a_fault_elsewhere_does_not_hide_the_mode() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        checked(
+            {"name": "x", "output": "x", "mode": "generate", "algorithm": {"name": "grpo"}, "generation": {"top_p": 2}}
+        )
+    assert "generation.top_p must be at most 1, got 2" in str(refusal.value)

@@ -13,7 +13,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000", "--dump-dom")
 KEYS = """<script>
 addEventListener("error", (event) => { document.body.className = event.message; });
-setTimeout(() => { for (const key of "1234567j4ckd") dispatch(key); dispatch("ArrowRight"); dispatch("ArrowRight"); }, 2000);
+setTimeout(() => [..."1234567j4ckd", "ArrowRight", "ArrowRight"].forEach(dispatch), 2000);
 function dispatch(key) { document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true })); }
 </script></body>"""
 """Opens all parts of the page, one after the other, and ends at a token of a rollout."""

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlframe.loops.report.meanings import MEANINGS
+from rlframe.loops.report.meanings import FIRST, meaning
 
 MOST_POINTS = 2000
 """Greatest number of points of a curve. A longer one is thinned out evenly."""
@@ -27,7 +27,7 @@ def curves(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
                 found[name][step] = value
-    order = {name: place for place, name in enumerate(MEANINGS)}
+    order = {name: place for place, name in enumerate(FIRST)}
     names = sorted(found, key=lambda name: (order.get(name, len(order)), name))
     return [_curve(name, found[name]) for name in names]
 
@@ -39,7 +39,8 @@ def _curve(name: str, points: Mapping[int, float]) -> dict[str, Any]:
     steps = steps[(len(steps) - 1) % stride :: stride]
     return {
         "name": name,
-        "meaning": MEANINGS.get(name, ""),
+        "meaning": meaning(name),
+        "first": name in FIRST,
         "steps": steps,
         "values": [_short(points[step]) for step in steps],
     }

@@ -1,34 +1,73 @@
-"""Meanings of the metrics that matter most, in the order in which a person should look at them."""
+"""Meanings of metrics: those of the page docs/metrics.md, so that they are written down once."""
 
-MEANINGS = {
-    "reward/mean": "Mean reward of the attempts of a step. It should rise.",
-    "evaluation/reward_mean": "Mean reward of greedy answers to held-out prompts. What was learned, not memorised.",
-    "train/loss": "What the optimizer minimises. With policy gradients it hovers around 0 and says little.",
-    "evaluation/loss": "The loss on held-out items. If it rises while the training loss falls, the model memorises.",
-    "train/accuracy": "Share of comparisons that the model gets right.",
-    "train/entropy_nats": "How undecided the policy is at each token. Near 0 it no longer explores.",
-    "train/kl_nats": "How far the policy has moved from the reference, per token.",
-    "rollout/logprob_gap_mean_nats": "Mean difference between the trainer's and the engine's log-probability of the "
-    "same token. It should stay small and flat; if it grows, the engines sample from another model than is trained. In "
-    "asynchronous runs it is also the age of their weights.",
-    "rollout/logprob_gap_max_nats": "Greatest difference between trainer and engine at any token.",
-    "rollout/response_tokens_mean": "Mean length of a response. A sudden rise is often a way to game the reward.",
-    "rollout/truncated_fraction": "Share of responses that were cut off at the token limit.",
-    "reward/flat_groups_fraction": "Share of groups whose attempts all have the same reward: nothing is learned "
-    "from them.",
-    "reward/std": "Spread of the rewards. Without spread there is no signal.",
-    "reward/failed_fraction": "Share of attempts on which a reward function failed.",
-    "train/grad_norm": "Length of the gradient before clipping. Peaks announce instability.",
-    "train/clip_fraction": "Share of tokens whose update was clipped. 0 with one update a batch.",
-    "train/lr": "Learning rate.",
-    "throughput/tokens_per_s": "Tokens sampled and trained on per second of the step.",
-    "time/step_s": "Seconds of a step by the clock.",
-    "rollout/engine_idle_fraction": "Share of the time in which engines had nothing to do.",
-    "rollout/lag_mean": "Mean number of versions by which trained tokens are older than the policy.",
-    "rollout/lag_max": "Greatest such number.",
-    "rollout/dropped_tokens": "Tokens that were sampled and thrown away.",
-    "moe/load_peak": "Load of the busiest expert, as a multiple of an even share.",
-    "data/epoch": "Times that the data was gone through.",
-    "cluster/restarts": "Restarts of trainer processes so far.",
-}
-"""Sentences by name of metric. Other metrics follow in the order of their names."""
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+FIRST = (
+    "reward/mean",
+    "evaluation/reward_mean",
+    "train/loss",
+    "evaluation/loss",
+    "train/accuracy",
+    "train/entropy_nats",
+    "train/kl_nats",
+    "rollout/logprob_gap_mean_nats",
+    "rollout/response_tokens_mean",
+    "rollout/truncated_fraction",
+    "reward/flat_groups_fraction",
+    "reward/std",
+    "reward/failed_fraction",
+    "train/grad_norm",
+    "train/clip_fraction",
+    "throughput/tokens_per_s",
+    "time/step_s",
+    "rollout/lag_mean",
+    "rollout/engine_idle_fraction",
+)
+"""The metrics that matter most, in the order in which a person should look at them. Others follow by their names."""
+WHATEVER = re.compile(r"NAME|TROUBLE|SOURCE|METRIC|ROLE|NN")
+"""Words that stand for something of a run's own in the names of metrics."""
+LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+
+
+def meaning(name: str) -> str:
+    """Returns what a metric means, and what is healthy. Empty if the page does not have it."""
+    rows = _rows()
+    return rows[name] if name in rows else next((text for known, text in rows.items() if _matches(known, name)), "")
+
+
+def page() -> Path:
+    """Returns the page: inside the installed package, or next to it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    packaged = package / "docs" / "metrics.md"
+    return packaged if packaged.is_file() else package.parent / "docs" / "metrics.md"
+
+
+@cache
+def _rows() -> dict[str, str]:
+    """Returns the sentences of the tables of three columns (metric, meaning, healthy), by name of metric."""
+    found: dict[str, str] = {}
+    in_table = False
+    for line in page().read_text(encoding="utf-8").splitlines() if page().is_file() else ():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("|") else []
+        if cells[:2] == ["metric", "meaning"] or not cells:
+            in_table = bool(cells)
+        elif in_table and "`" in cells[0]:
+            for name in re.findall(r"`([^`]+)`", cells[0]):
+                found.setdefault(name, " ".join(_sentences(cells[1:])))
+    return found
+
+
+def _sentences(cells: list[str]) -> Iterator[str]:
+    for before, cell in zip(("", "Healthy: "), cells, strict=False):
+        text = LINK.sub(r"\1", cell.strip().rstrip("|").strip()).replace("`", "")
+        if text and text != "-":
+            whole = before + (text if before else text[0].upper() + text[1:])
+            yield whole if whole.endswith(".") else f"{whole}."
+
+
+def _matches(known: str, name: str) -> bool:
+    pattern = "[^/]+".join(map(re.escape, WHATEVER.split(known)))
+    return bool(WHATEVER.search(known)) and re.fullmatch(pattern, name) is not None

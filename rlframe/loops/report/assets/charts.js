@@ -101,7 +101,7 @@ function runLegend() {
 function curvesTab() {
   const runs = comparedRuns();
   const names = [...new Set(runs.flatMap(({ run }) => run.curves.map((curve) => curve.name)))];
-  const matters = new Set(runs.flatMap(({ run }) => run.curves.filter((curve) => curve.meaning).map((curve) => curve.name)));
+  const matters = new Set(runs.flatMap(({ run }) => run.curves.filter((curve) => curve.first).map((curve) => curve.name)));
   const filter = el("input", { id: "search", type: "search", placeholder: "Find a metric ( / )", "aria-label": "Find a metric" });
   const smooth = el("input", { type: "checkbox", id: "smooth" });
   const places = el("div");

@@ -12,7 +12,7 @@ import pytest
 from rlframe.loops.report import page
 from rlframe.loops.report.attempts import attempts, spread
 from rlframe.loops.report.curves import MOST_POINTS, curves
-from rlframe.loops.report.meanings import MEANINGS
+from rlframe.loops.report.meanings import FIRST, meaning
 from rlframe.loops.report.page import run_of, write_page
 from rlframe.loops.report.refresh import EVERY_S, Refresh
 from rlframe.utils.errors import OutputError, RlframeError
@@ -44,7 +44,8 @@ def test_a_page_has_what_the_run_left(tmp_path: Path) -> None:
     assert [curve["name"] for curve in run["curves"]] == ["reward/mean", "train/loss", "time/step_s", "time/train_s"]
     assert run["curves"][0] == {
         "name": "reward/mean",
-        "meaning": MEANINGS["reward/mean"],
+        "meaning": meaning("reward/mean"),
+        "first": True,
         "steps": [1, 2, 3],
         "values": [0.1, 0.2, 0.3],
     }
@@ -53,6 +54,16 @@ def test_a_page_has_what_the_run_left(tmp_path: Path) -> None:
     assert [each["step"] for each in run["attempts"]] == [1, 2, 3]
     assert run["times"]["roles"] == [{"role": "policy", "phases": {"train": 1.0}, "idle_s": 0.0}]
     assert run["ended"] == {}
+
+
+def test_meanings_are_those_of_the_documentation() -> None:
+    documented = {name for name in FIRST if name != "evaluation/loss"}
+    assert [name for name in documented if not meaning(name)] == []
+    assert (
+        meaning("reward/std") == "Its standard deviation over attempts. Healthy: above 0. At 0 nothing can be learnt."
+    )
+    assert meaning("reward/exact_match_mean").startswith("Mean of one part, before its weight")
+    assert meaning("nobody/knows") == ""
 
 
 def test_text_of_a_model_is_nowhere_in_the_page_itself(tmp_path: Path) -> None:

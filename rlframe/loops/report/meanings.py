@@ -47,16 +47,17 @@ def page() -> Path:
 
 @cache
 def _rows() -> dict[str, str]:
-    """Returns the sentences of the tables of three columns (metric, meaning, healthy), by name of metric."""
+    """Returns the sentences of the tables that begin with `metric | meaning`, and what is healthy where they have it,
+    by name of metric."""
     found: dict[str, str] = {}
-    in_table = False
+    columns = 0
     for line in page().read_text(encoding="utf-8").splitlines() if page().is_file() else ():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("|") else []
         if cells[:2] == ["metric", "meaning"] or not cells:
-            in_table = bool(cells)
-        elif in_table and "`" in cells[0]:
+            columns = 3 if any(cell.startswith("healthy") for cell in cells) else len(cells[:2])
+        elif columns and "`" in cells[0]:
             for name in re.findall(r"`([^`]+)`", cells[0]):
-                found.setdefault(name, " ".join(_sentences(cells[1:])))
+                found.setdefault(name, " ".join(_sentences(cells[1:columns])))
     return found
 
 

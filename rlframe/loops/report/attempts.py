@@ -8,7 +8,7 @@ from typing import Any
 
 from rlframe.loops.reporting.samples import read_samples, sample_files
 
-MOST_BYTES = 1_500_000
+MOST_BYTES = 2_000_000
 """Greatest size of all attempts of a run in the page, compressed, before base64 adds a third."""
 MOST_FILES = 200
 """Greatest number of files of samples that are read."""

@@ -19,7 +19,7 @@ function dispatch(key) { document.body.dispatchEvent(new KeyboardEvent("keydown"
 """Opens all parts of the page, one after the other, and ends at a token of a rollout."""
 
 pytestmark = [
-    pytest.mark.later,
+    pytest.mark.thorough,
     pytest.mark.skipif(BROWSER is None, reason="needs Chromium"),
     pytest.mark.skipif(not can_draw(), reason="needs plotly"),
 ]

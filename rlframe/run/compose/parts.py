@@ -17,6 +17,7 @@ from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
 from rlframe.data.text.chat import end_token
 from rlframe.data.text.special_tokens import special_tokens
+from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.report.page import MISSING, can_draw
 from rlframe.loops.report.refresh import Refresh
 from rlframe.loops.reporting.metrics import MetricsLog
@@ -142,6 +143,14 @@ class Parts:
         )
         self.stack.callback(metrics.close)
         return metrics
+
+    def phases(self, metrics: MetricsLog, sharing: list[Sleeper]) -> Phases:
+        """Returns the phases of the run, which its log shows and writes down.
+
+        Args:
+            sharing: roles that take turns on shared devices.
+        """
+        return Phases(sharing=sharing, announce=metrics.announce, ended=metrics.timeline.ended)
 
     def _trackers(self) -> Iterator[Tracker]:
         """Yields the trackers, begun before any process starts that would have to wait for a wrong password."""

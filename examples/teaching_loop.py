@@ -10,6 +10,7 @@ import argparse
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LinearLR
 from transformers import AutoModelForCausalLM
 
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
@@ -34,13 +35,14 @@ MICROBATCH_TOKENS = 1024
 class TeachingLoop:
     """A policy that is trained, and an engine that samples with a copy of its weights."""
 
-    def __init__(self, *, model: str = "qwen3_moe_tiny", data: str = "arithmetic", lr: float = 5e-4):
+    def __init__(self, steps: int, *, model: str = "qwen3_moe_tiny", data: str = "arithmetic", lr: float = 5e-4):
         folder = resolve(ModelConfig(path=model))
         kind = {"folder": folder, "dtype": torch.float32}
         self.engine = TransformersEngine(TransformersConfig(), device="cpu", **kind)
         self.engine.gate.commit(0)  # the weights that it has loaded are version 0
         self.policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+        self.schedule = LinearLR(self.optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
         self.algorithm = Grpo(GrpoConfig(group_size=8))
         self.reward = ExactMatch(ExactMatchConfig())
         self.prompts = PromptSource(DataConfig(path=data), tokenizer=self.engine.tokenizer, seed=0)
@@ -103,6 +105,7 @@ class TeachingLoop:
             gap = max(gap, float(difference.max()))
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad()
         return {"loss": loss, "grad_norm": float(norm), "logprob_gap_nats": gap}
 
@@ -146,7 +149,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompts", type=int, default=32, help="of a step, with 8 responses each")
     options = parser.parse_args()
-    loop = TeachingLoop()
+    loop = TeachingLoop(options.steps)
     held_out = loop.prompts.evaluation_prompts()
     print(f"held-out answers right before: {loop.evaluate(held_out):.3f}")
     for step in range(1, options.steps + 1):

@@ -28,6 +28,7 @@ from rlframe.config.load import (
     to_values,
 )
 from rlframe.config.sweep import Job
+from rlframe.loops.reporting.starting import telling_what_is_awaited
 from rlframe.loops.stop import Stop
 from rlframe.run.settings import help
 from rlframe.run.settings.completion import Completion, words_of
@@ -67,7 +68,8 @@ def main() -> None:
             return
         if asks_for_help(sys.argv[1:]) or asks_for_completion(sys.argv[1:]):
             return
-        sys.argv[1:] = command_line(sys.argv[1:])
+        begin_logging()
+        sys.argv[1:] = command_line(sys.argv[1:], default_name=DEFAULT_NAME)
         launch()
     except (*REFUSALS, ConfigError, UsageError) as error:
         # A missing configuration or choice, or an unreadable override, found during composition.
@@ -76,6 +78,13 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("stopped by Ctrl-C before the run began\n")
         sys.exit(130)
+
+
+def begin_logging() -> None:
+    """Writes lines of the log to the terminal."""
+    logging.basicConfig(level=logging.INFO)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(PrintableFormatter(LOG_FORMAT))
 
 
 def tool_of(arguments: Sequence[str]) -> str | None:
@@ -159,20 +168,18 @@ def launch(composed: DictConfig) -> Job:
     garbage.hold()
     from rlframe.run.folder import claim  # noqa: PLC0415 - help must not wait for torch
 
-    logging.basicConfig(level=logging.INFO)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(PrintableFormatter(LOG_FORMAT))
     job = Job.begin()
     stop = Stop()
     stop.listen()
     try:
-        run = prepare(composed)
-        with closing(claim(run, job.overrides)) as lock:
-            job.output = run.output
-            stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
-            from rlframe.run.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
+        with telling_what_is_awaited() as begin:
+            run = prepare(composed)
+            with closing(claim(run, job.overrides)) as lock:
+                job.output = run.output
+                stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
+                from rlframe.run.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
 
-            job.end(run_loop(run, stop, began=job.started))
+                job.end(run_loop(run, stop, began=job.started, begin=begin))
     except KeyboardInterrupt:
         # A sweep ends with the stopped job.
         sys.stderr.write(f"{stop.sentence or 'stopped by Ctrl-C'}\n")

@@ -40,6 +40,7 @@ from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 
 Coefficient = Annotated[float, Range(0, 1e4)]
 """Weight of a term of the loss, of the reward or of the advantages."""
@@ -280,6 +281,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
                 "algorithm.dynamic_sampling.reward_part",
                 f"must be one of reward.parts, {', '.join(facts.reward_names)}",
                 got=repr(dynamic.reward_part),
+                hint=did_you_mean(dynamic.reward_part, facts.reward_names),
             )
 
     def cautions(self, facts: RunFacts) -> Iterator[str]:

@@ -45,7 +45,7 @@ class ClusterConfig:
     """The hardware that each rank runs on. On a joined cluster auto is cuda if any node declares a GPU, whatever this
     machine has."""
     runtime_env: RuntimeEnvConfig = field(default_factory=RuntimeEnvConfig)
-    """What every worker's process gets besides what its node gives it."""
+    """Environment of every worker's process, in addition to that of its node."""
     colocate: bool = True
     """Whether policy ranks and engines share devices and take turns. Otherwise engines get devices of their own."""
     preflight: Preflight = Preflight.AUTO

@@ -16,8 +16,9 @@ import rlframe
 from rlframe.cluster import nodes
 from rlframe.cluster.needs import Needs
 from rlframe.cluster.nodes import Node
-from rlframe.utils.errors import ConfigError
+from rlframe.utils.errors import ConfigError, OutputError
 from rlframe.utils.faults import Fault
+from rlframe.utils.files import write_whole
 
 logger = logging.getLogger(__name__)
 PREFIX = ".seen-from-all-nodes-"
@@ -27,10 +28,10 @@ PATIENCE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a node has."""
+    """The answer of a node."""
 
     failure: str
-    """Why the node cannot use the run's folder. Empty if it can."""
+    """Reason why the node cannot use the run's folder. Empty if it can."""
     missing: tuple[str, ...]
     """Keys of files and packages that it lacks."""
     digest: str
@@ -65,7 +66,7 @@ def inspect(needs: Needs, used: Collection[str]) -> None:
 def probe(folder: pathlib.Path) -> Iterator[str]:
     """Writes a file of a new name into `folder`, yields the name, and removes it with those of the nodes."""
     word = PREFIX + secrets.token_hex(8)
-    (folder / word).write_text(word, encoding="utf-8")
+    write_whole(folder / word, word.encode())
     try:
         yield word
     finally:
@@ -82,8 +83,8 @@ def look(needs: Needs, word: str) -> Report:
         failure = "the files that the driver writes there do not appear"
     else:
         try:
-            answer(needs.output, word, ray.get_runtime_context().get_node_id()).write_text(word, encoding="utf-8")
-        except OSError as error:
+            write_whole(answer(needs.output, word, ray.get_runtime_context().get_node_id()), word.encode())
+        except OutputError as error:
             failure = f"the node cannot write there: {error}"
     return Report(failure=failure, missing=tuple(missing), digest=digest())
 

@@ -17,7 +17,7 @@ SIGNS = (
     # SGLang 0.5.
     "Not enough memory. Please try to increase --mem-fraction-static",
 )
-"""What allocators and engines say. The CPU's raises a plain RuntimeError; an engine's process leaves only its log."""
+"""Words of allocators and engines. The CPU's raises a plain RuntimeError; an engine's process leaves only its log."""
 STARTS = "start"
 TAIL_BYTES = 1 << 16
 """Bytes at the end of the log in which an engine's own words are looked for."""

@@ -1,4 +1,4 @@
-"""What a run needs on the nodes of a joined cluster. Imports no ray."""
+"""Needs of a run on the nodes of a joined cluster. Imports no ray."""
 
 import pathlib
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a run needs on every node where it has workers."""
+    """Needs of a run on every node where it has workers."""
 
     output: pathlib.Path
     """The folder of the run, which the workers write to and the driver reads."""

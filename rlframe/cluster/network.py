@@ -2,6 +2,7 @@
 
 import os
 import socket
+from functools import cache
 
 import psutil
 
@@ -16,6 +17,13 @@ def use_address(address: str) -> None:
     """
     if GLOO_INTERFACE not in os.environ and (name := interface_of(address)):
         os.environ[GLOO_INTERFACE] = name
+
+
+@cache
+def is_here(host: str, address: str) -> bool:
+    """Returns whether a machine with this name and address is the present one. Machines of a cluster may share a name,
+    and a process of another one must not be taken for one of this machine."""
+    return host == socket.gethostname() and interface_of(address) is not None
 
 
 def interface_of(address: str) -> str | None:

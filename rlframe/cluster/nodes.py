@@ -34,6 +34,8 @@ class Node:
     address: str
     num_gpus: float
     """Number of GPUs that its `ray start` declared."""
+    num_cpus: float
+    """Number of CPU cores that it declared."""
     alive: bool
     """Whether Ray has heard of it lately."""
     port: int
@@ -44,18 +46,20 @@ class Node:
 
 
 def known() -> list[Node]:
-    """Returns the nodes that the cluster of this process has or had."""
-    return [
+    """Returns the nodes that the cluster of this process has or had, sorted by address."""
+    found = [
         Node(
             id=node["NodeID"],
             host=node["NodeManagerHostname"],
             address=node["NodeManagerAddress"],
             num_gpus=node["Resources"].get("GPU", 0),
+            num_cpus=node["Resources"].get("CPU", 0),
             alive=node["Alive"],
             port=node["NodeManagerPort"],
         )
         for node in ray.nodes()
     ]
+    return sorted(found, key=lambda node: (node.address, node.id))
 
 
 def alive() -> list[Node]:
@@ -66,7 +70,9 @@ def alive() -> list[Node]:
 def gone(ids: Collection[str]) -> list[Node]:
     """Returns those of the nodes that Ray has given up, or whose raylet accepts no connection. Ray itself takes
     several seconds to notice."""
-    used = [node for node in known() if node.id in ids and node.id != driver_id()]
+    if not (others := set(ids) - {driver_id()}):
+        return []
+    used = [node for node in known() if node.id in others]
     return [node for node in used if not node.alive or refusal(f"{node.address}:{node.port}")]
 
 

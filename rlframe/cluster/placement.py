@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlframe.cluster.roles import ENGINES, POLICY, Place, Topology
+from rlframe.cluster.watch.activities import waiting
 from rlframe.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -160,7 +161,9 @@ def wait_for_devices(kind: str, count: int, *, wanted: str, timeout_s: float) ->
                 wanted, available, timeout_s,
             )  # fmt: skip
             told = available
-        time.sleep(LOOK_S)
+        # Each look is progress to the watchdog, which knows nothing of nodes that are starting.
+        with waiting("nodes of the cluster", role="driver", limit_s=timeout_s, start_limit_s=timeout_s):
+            time.sleep(LOOK_S)
 
 
 def locate(group: PlacementGroup, count: int, *, gpu: bool, timeout_s: float) -> list[Bundle]:

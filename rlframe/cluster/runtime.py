@@ -87,7 +87,7 @@ def join(address: str, environment: dict[str, Any]) -> None:
     """Connects to the Ray cluster at `address`, whose workers get `environment`.
 
     Raises:
-        ConfigError: no cluster answers there, or the Ray job that this process is gives workers another environment.
+        ConfigError: no cluster answers there.
     """
     if reason := refusal(address):
         raise ConfigError(
@@ -100,19 +100,6 @@ def join(address: str, environment: dict[str, Any]) -> None:
         )
     try:
         ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
-    except ValueError as error:
-        if "Failed to merge the Job's runtime env" not in str(error):
-            raise
-        raise ConfigError(
-            [
-                Fault(
-                    "cluster.runtime_env",
-                    "has what the runtime environment of this Ray job has too",
-                    why=str(error).partition(" because ")[2] or str(error),
-                    hint="set each in one place: here, or with `ray job submit --runtime-env-json`",
-                )
-            ]
-        ) from error
     except ConnectionError as error:
         raise ConfigError(
             [

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from rlframe.utils.bounds import PathText, check_bounds
+from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -25,12 +25,12 @@ OURS = {
 
 @dataclass(kw_only=True, slots=True)
 class RuntimeEnvConfig:
-    """What Ray gives the process of every worker, on every node (https://docs.ray.io, "Runtime environments").
+    """The runtime environment, as Ray calls it, of the process of every worker on every node.
 
     A worker on another node has the environment of `ray start` there, not that of the driver.
     """
 
-    env_vars: dict[str, str | int | float] = field(default_factory=dict)
+    env_vars: Annotated[dict[str, str | int | float], Range(-(10**18), 10**18)] = field(default_factory=dict)
     """Environment variables, such as NCCL_SOCKET_IFNAME or HF_HOME. Values whose names mark them as secret are hidden
     in the run's files."""
     working_dir: Annotated[str | None, PathText()] = None

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, RuntimeEnvSetupError
 
 from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.nodes import died, gone
@@ -17,7 +17,8 @@ from rlframe.cluster.watch.flight import RING
 from rlframe.cluster.watch.looking import look_at
 from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import log_tail
-from rlframe.utils.errors import RlframeError, WorkerDied
+from rlframe.utils.errors import ConfigError, RlframeError, WorkerDied
+from rlframe.utils.faults import Fault
 from rlframe.utils.outside import SOURCES
 
 T = TypeVar("T")
@@ -157,7 +158,7 @@ class WorkerGroup(Generic[W_co]):
         ids = {bundle.node for rank in ranks for bundle in getattr(self.slots[rank], "bundles", ())}
         if lost := gone(ids):
             there = {node.id for node in lost}
-            names = [str(info) for info in self.infos if info.node_id in there]
+            names = [str(info) for info in self._infos if info.node_id in there]
             raise died(lost, said=", ".join(names) or f"{self.role} cannot restart there")
 
     def deaths(self) -> list[WorkerDied]:
@@ -195,6 +196,7 @@ class WorkerGroup(Generic[W_co]):
 
         Raises:
             WorkerDied: an actor died, raised, or did not answer in time. Names role, rank and node.
+            ConfigError: a node could not make the environment of `cluster.runtime_env`.
             RlframeError: an actor raised one on purpose; it is raised unchanged.
         """
         self._arrive("start")
@@ -208,6 +210,8 @@ class WorkerGroup(Generic[W_co]):
                 for call in done:
                     try:
                         results[call] = self.answer(call, activity)
+                    except RuntimeEnvSetupError as error:
+                        raise self._without_environment(error, rank_of[call]) from None
                     except (RayTaskError, RayActorError) as error:
                         cause, culprit = first_cause(error, call, pending)
                         raise self.failure(cause, rank_of[culprit], doing) from None
@@ -267,6 +271,12 @@ class WorkerGroup(Generic[W_co]):
             return WorkerDied(f"{self._name(rank)} failed in {doing}: {error.cause!r}\n{self._log_tail(rank)}\n{error}")
         reason = " ".join(line.strip() for line in str(error).splitlines()[:12])
         return WorkerDied(f"{self._name(rank)} died in {doing}\n{self._log_tail(rank)}\nRay says: {reason}")
+
+    def _without_environment(self, error: RuntimeEnvSetupError, rank: int) -> ConfigError:
+        """Returns the error for a worker whose node could not make its environment."""
+        said = " ".join(line.strip() for line in str(error).splitlines()[-12:] if line.strip())
+        name = f"{self.role} rank {rank}"
+        return ConfigError([Fault("cluster.runtime_env", f"cannot be made for {name} on its node", why=said)])
 
     def hung(self, activity: Activity) -> WorkerDied:
         """Returns the error for a wait that has exceeded its limit: the late workers, their states, stacks and logs."""

@@ -1,5 +1,6 @@
 """Composition: YAML groups and overrides into plain values."""
 
+import logging
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -11,10 +12,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from rlframe.config.entries import SECTIONS, deletions
 from rlframe.config.overrides import quoted, rewritten
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 """Errors of Hydra for files and arguments that a user can mend."""
@@ -27,8 +31,11 @@ def configs_folder() -> Path:
     return packaged if packaged.is_dir() else package.parent / "configs"
 
 
-def command_line(arguments: Sequence[str]) -> list[str]:
-    """Returns `arguments` of the program in Hydra's grammar; see `overrides.rewritten`.
+def command_line(arguments: Sequence[str], *, default_name: str) -> list[str]:
+    """Returns `arguments` of the program in Hydra's grammar; see `overrides.rewritten` and `entries`.
+
+    Args:
+        default_name: name of the configuration without `--config-name`.
 
     Raises:
         ConfigError: an argument that Hydra would refuse, or a configuration, group or choice that does not exist, with
@@ -37,10 +44,13 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     extra = option(arguments, "--config-dir", "-cd")
     name = option(arguments, "--config-name", "-cn")
     folders = config_folders(extra)
-    # A folder in the place of the package's: only Hydra knows what is in it.
-    if name is not None and option(arguments, "--config-path", "-cp") is None:
+    written = rewritten(list(arguments), groups=choices(folders))
+    if option(arguments, "--config-path", "-cp") is not None:
+        # A folder in the place of the package's: only Hydra knows what is in it.
+        return written
+    if name is not None:
         _check_name(name, folders)
-    return rewritten(list(arguments), groups=choices(folders))
+    return _with_replaced(name or default_name, arguments, written, folders)
 
 
 def option(arguments: Sequence[str], *names: str) -> str | None:
@@ -106,14 +116,37 @@ def composed(config_name: str, overrides: Sequence[str] = (), *, config_dir: str
     folders = config_folders(config_dir)
     _check_name(config_name, folders)
     written = rewritten(list(overrides), groups=choices(folders))
-    if config_dir is not None:
-        written.append(f"hydra.searchpath=[{quoted(f'file://{configs_folder()}')}]")
+    found = _compose(config_name, _with_replaced(config_name, overrides, written, folders), folders)
+    return to_values(found, config_name=config_name)
+
+
+def _compose(config_name: str, overrides: list[str], folders: Sequence[Path]) -> DictConfig:
+    later = [f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in folders[1:])}]"]
     with initialize_config_dir(version_base="1.3", config_dir=str(folders[0])):
         try:
-            found = compose(config_name, overrides=written)
+            return compose(config_name, overrides=overrides + (later if folders[1:] else []))
         except REFUSALS as error:
             raise refusal(error) from error
-    return to_values(found, config_name=config_name)
+
+
+def _with_replaced(
+    config_name: str, arguments: Sequence[str], written: list[str], folders: Sequence[Path]
+) -> list[str]:
+    """Returns `written` with overrides that remove what the files name and the command line replaces, and logs them."""
+    for section in SECTIONS:
+        if not any(argument.startswith(section) for argument in arguments):
+            continue
+        groups = choices(folders)
+        chosen = [word for word in arguments if word.partition("=")[0] in groups and "," not in word]
+        there = OmegaConf.select(_compose(config_name, chosen, folders), section)
+        gone = deletions(section, arguments, there or {})
+        if gone:
+            names = ", ".join(each.removeprefix(f"~{section}.") for each in gone)
+            logger.info("%s of the command line replaces %s; +%s.NAME would add to it", section, names, section)
+        # Beside the first of the section, because Hydra takes overrides in one row only, between its options.
+        place = next(index for index, word in enumerate(written) if word.lstrip("+~").startswith(section))
+        written = [*written[:place], *gone, *written[place:]]
+    return written
 
 
 def refusal(error: Exception) -> ConfigError:

@@ -26,6 +26,7 @@ from rlframe.data.streaming import flow_over
 from rlframe.data.text.chat import encode, render
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.data.text.reasoning import as_read, is_left_out
+from rlframe.data.training import LEFT_OUT
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, by_attempt, reward_of
@@ -73,7 +74,7 @@ class PromptSource:
             self.dropped = found.dropped
             whole = [prompts_of(part, config, tokenizer=tokenizer) for part in found.train]
             if left_out := sum(part.reasoning_left_out for part in whole):
-                self.counted["reasoning_left_out"] = left_out
+                self.counted[LEFT_OUT] = left_out
                 logger.warning(
                     "%s: the chat template leaves out the reasoning of %d earlier turns, as when it serves the model",
                     config.what, left_out,

@@ -18,7 +18,7 @@ from rlframe.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 
-def settings_of(data: DataConfig, path: str | list[str], **keys: str | None) -> DataConfig:
+def settings_of(data: DataConfig, path: str | list[str] | dict[str, float], **keys: str | None) -> DataConfig:
     """Returns the settings with which another dataset is read as a whole.
 
     Args:

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 import numpy as np
@@ -14,7 +14,7 @@ from rlframe.data import cache
 from rlframe.data.config import DataConfig
 from rlframe.data.cursor import Walk, cursor_over
 from rlframe.data.items import AnyItem, Item, tokens_of
-from rlframe.data.parallel import in_chunks, num_processes
+from rlframe.data.parallel import T, Work, in_chunks, num_processes
 from rlframe.data.records import Record
 from rlframe.data.sources import Reading, at_most, from_evaluation_path, load
 from rlframe.data.streaming import flow_over
@@ -25,6 +25,10 @@ from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 GIGABYTE = 1e9
+REWRITTEN, SEQUENCES = "data/rewritten_conversations", "data/rewritten_sequences"
+"""Metrics: conversations whose earlier turns the chat template rewrites, and the sequences that they became."""
+LEFT_OUT = "data/reasoning_left_out"
+"""Metric: turns that are not learned and whose reasoning the chat template leaves out."""
 
 
 class TrainingSource(ABC, Generic[AnyItem]):
@@ -53,7 +57,8 @@ class TrainingSource(ABC, Generic[AnyItem]):
         self.dropped: Counter[str] = Counter()
         """Records and items left out, by reason. For a streamed dataset so far."""
         self.counted: Counter[str] = Counter()
-        """What the chat template does to conversations, by the name of the metric. For a streamed dataset so far."""
+        """What the chat template does to conversations, by metric; none is there without a cause. For a streamed
+        dataset so far."""
         self._told: set[str] = set()
         self._cursor: Walk[AnyItem]
         self._held_out: list[AnyItem]
@@ -91,13 +96,16 @@ class TrainingSource(ABC, Generic[AnyItem]):
             return made, self.dropped, self.counted
 
         before, items = (self.dropped, self.counted), []
-        processes = num_processes(self.config.num_processes, len(readings))
-        for made, dropped, counted in in_chunks(work, len(readings), processes=processes):
+        for made, dropped, counted in self.spread(work, len(readings)):
             items += made
             before[0].update(dropped)
             before[1].update(counted)
         self.dropped, self.counted = before
         return items
+
+    def spread(self, work: Work[T], count: int) -> Iterator[T]:
+        """Yields what `work` returns for each chunk of `count` places, in their order, from `data.num_processes`."""
+        return in_chunks(work, count, processes=num_processes(self.config.num_processes, count))
 
     @abstractmethod
     def items(self, reading: Any, channel: int) -> list[AnyItem]:
@@ -128,14 +136,14 @@ class TrainingSource(ABC, Generic[AnyItem]):
     def count(self, encoded: Encoded) -> None:
         """Counts what the chat template does to a conversation."""
         if (several := len(encoded.sequences)) > 1:
-            self.counted += Counter(rewritten_conversations=1, rewritten_sequences=several)
+            self.counted += Counter({REWRITTEN: 1, SEQUENCES: several})
         if encoded.reasoning_left_out:
-            self.counted["reasoning_left_out"] += encoded.reasoning_left_out
+            self.counted[LEFT_OUT] += encoded.reasoning_left_out
 
     def metrics(self) -> dict[str, float]:
         """Returns how many records and items are left out, and what the chat template does to conversations."""
-        counts = {"dropped": self.dropped.total(), **self.counted}
-        return {f"data/{name}": float(count) for name, count in counts.items()}
+        counts = {"data/dropped": self.dropped.total(), **self.counted}
+        return {name: float(count) for name, count in counts.items()}
 
     def next(self, count: int) -> list[AnyItem]:
         """Deals the next `count` items, going on into the following epochs where one ends."""
@@ -252,19 +260,19 @@ class TrainingSource(ABC, Generic[AnyItem]):
         if new := {reason: count for reason, count in self.dropped.items() if reason not in self._told}:
             self._told |= set(new)
             logger.warning("%s: left out so far: %s; data/dropped counts them", self.config.what, new)
-        if (split := self.counted["rewritten_conversations"]) and "rewritten" not in self._told:
+        if (split := self.counted[REWRITTEN]) and "rewritten" not in self._told:
             self._told.add("rewritten")
             logger.warning(
                 "%s: the chat template rewrites earlier turns of %d conversations so far, which become %d sequences, "
-                "as it serves them; data/rewritten_conversations and data/rewritten_sequences count them",
-                self.config.what, split, self.counted["rewritten_sequences"],
+                "as it serves them; %s and %s count them",
+                self.config.what, split, self.counted[SEQUENCES], REWRITTEN, SEQUENCES,
             )  # fmt: skip
-        if (left_out := self.counted["reasoning_left_out"]) and "reasoning" not in self._told:
+        if (left_out := self.counted[LEFT_OUT]) and "reasoning" not in self._told:
             self._told.add("reasoning")
             logger.warning(
                 "%s: the chat template leaves out the reasoning of %d earlier turns so far, as when it serves the "
-                "model; data/reasoning_left_out counts them",
-                self.config.what, left_out,
+                "model; %s counts them",
+                self.config.what, left_out, LEFT_OUT,
             )  # fmt: skip
 
 

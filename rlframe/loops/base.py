@@ -112,5 +112,6 @@ class Loop(ABC):
         )
         auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()} | self.in_flight(step)
         with self.phase("checkpoint"):
-            self.checkpoints.save(state, partial(stage, self.policy), auxiliary=auxiliary)
+            folder = self.checkpoints.save(state, partial(stage, self.policy), auxiliary=auxiliary)
         self.phase.next_step()
+        self.metrics.callbacks.on_checkpoint(step, folder)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.turns import Task
 from rlframe.loops.config import HELD_OUT
@@ -31,11 +33,22 @@ def evaluate(attempts: Attempts, scorer: Scorer | None, sets: Sequence[Evaluatio
     return [judged(each, groups_of(each, groups, step=0), scorer) for each in sets]
 
 
-def evaluate_streaming(attempts: Attempts, scorer: Scorer | None, sets: Sequence[EvaluationSet]) -> list[Evaluated]:
-    """Returns the same as `evaluate`, however long it takes altogether: only the limit of a wait ends it."""
+def evaluate_streaming(
+    attempts: Attempts, scorer: Scorer | None, sets: Sequence[EvaluationSet], *, progress: bool = False
+) -> list[Evaluated]:
+    """Returns the same as `evaluate`, however long it takes altogether: only the limit of a wait ends it.
+
+    Args:
+        progress: whether to show a progress bar.
+    """
     tasks = (task for each in sets for task in tasks_of(attempts, each, step=0))
     most_open = max(1, MOST_OPEN // max(each.samples_per_prompt for each in sets))
-    groups = {group.id: group for ended in attempts.stream(tasks, most_open=most_open) for group in ended}
+    groups: dict[str, Group] = {}
+    total = sum(len(each.prompts) for each in sets)
+    with tqdm(total=total, unit="prompt", disable=not progress, dynamic_ncols=True) as bar:
+        for ended in attempts.stream(tasks, most_open=most_open):
+            groups |= {group.id: group for group in ended}
+            bar.update(len(ended))
     return [judged(each, groups_of(each, groups, step=0), scorer) for each in sets]
 
 

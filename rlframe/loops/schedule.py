@@ -32,6 +32,8 @@ class Schedule:
     checkpoints: Checkpoints
     prove: Callable[[int], None] = lambda _: None
     """Called after each step; makes the ranks prove their weights when it is due."""
+    begin: Callable[[], None] = lambda: None
+    """Called before the first step."""
     stop: Stop = field(default_factory=Stop)
     """Ends the run before its last step on request."""
 
@@ -45,6 +47,7 @@ class Schedule:
         Raises:
             Stopped: the run was requested to end, and has saved if it had to.
         """
+        self.begin()
         for number in self.stop.steps(done_steps + 1, self.last_step, settle=self.checkpoints.finish):
             step(number)
             self.prove(number)

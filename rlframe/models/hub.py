@@ -19,6 +19,8 @@ from rlframe.utils.outside import load_class
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """Folder of the models that come with rlframe: config and tokenizer; weights are drawn from the seed."""
+EXPORT = "model"
+"""Folder of a run with the model that it has trained."""
 FAMILIES = "rlframe.models.families"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -81,7 +83,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist, so {folder} is not a model in Hugging Face format")
+        near = f"; did you mean {folder / EXPORT}?" if (folder / EXPORT / "config.json").is_file() else ""
+        if any((place / ".metadata").is_file() for place in (folder, folder / "training")):
+            near = "; it is a checkpoint of training, which python -m rlframe.tools.convert makes a model of"
+        raise CheckpointError(f"{path} does not exist, so {folder} is not a model in Hugging Face format{near}")
     hf = read_json(path)
     if not isinstance(hf.get("model_type"), str):
         raise CheckpointError(f"{path} must have a model_type, got {hf.get('model_type')!r:.60}")

@@ -79,7 +79,9 @@ class RewardConfig:
     """Settings of the rewards: the weighted sum of the parts and of the reward model's score."""
 
     parts: dict[str, RewardTerm] = field(default_factory=dict)
-    """Reward functions, by their name in metrics and in `Rollout.reward_parts`."""
+    """Reward functions, by their name in metrics and in `Rollout.reward_parts`. On the command line
+    `reward.parts.mine.name=...` replaces the parts of the files, `+reward.parts.mine.name=...` adds one. In a file that
+    inherits others, parts are added, and null leaves one out."""
     model: ScoringModelConfig | None = None
     """A reward model, which scores in addition to the parts or alone."""
     timeout_s: Seconds = 5.0

@@ -1,4 +1,4 @@
-"""What a run evaluates, from its configuration. Imports no ray and no megatron."""
+"""The data and the sampling of what a run evaluates, from its configuration. Imports no ray and no megatron."""
 
 from rlframe.data.config import DataConfig
 from rlframe.data.sets import settings_of

@@ -49,7 +49,12 @@ def to_run(values: Mapping[str, Any]) -> RunConfig:
 
 
 def inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `values`, where `critic.train` inherits missing entries from `train` if the section exists."""
+    """Returns `values`, where `critic.train` inherits missing entries from `train` if the section exists. Parts of the
+    reward that are null are left out: so a file leaves out one that it inherits."""
+    reward = values.get("reward")
+    if isinstance(reward, Mapping) and isinstance(parts := reward.get("parts"), Mapping):
+        kept = {name: part for name, part in parts.items() if part is not None}
+        values = {**values, "reward": {**reward, "parts": kept}}
     critic = values.get("critic")
     if not isinstance(critic, Mapping) or not isinstance(critic.get("train"), Mapping):
         return values

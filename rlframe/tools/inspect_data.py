@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlframe.data.kinds import find_source
 from rlframe.data.prompts import PromptSource
 from rlframe.data.text.special_tokens import special_tokens
-from rlframe.data.training import TrainingSource
+from rlframe.data.training import LEFT_OUT, REWRITTEN, SEQUENCES, TrainingSource
 from rlframe.models.hub import resolve
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.run.config import RunConfig
@@ -115,10 +115,10 @@ def _of_template(stream: TrainingSource[Any] | PromptSource, run: RunConfig) -> 
     """Yields what the chat template does to conversations."""
     if run.data.chat_template is not None:
         yield f"the chat template is data.chat_template={run.data.chat_template}, in the place of the model's own"
-    if split := stream.counted["rewritten_conversations"]:
-        became = stream.counted["rewritten_sequences"]
+    if split := stream.counted[REWRITTEN]:
+        became = stream.counted[SEQUENCES]
         yield f"{split} conversations, whose earlier turns the chat template rewrites, are {became} sequences"
-    if left_out := stream.counted["reasoning_left_out"]:
+    if left_out := stream.counted[LEFT_OUT]:
         yield f"{left_out} earlier turns have reasoning that the chat template leaves out, as when it serves the model"
 
 

@@ -16,14 +16,16 @@ from pathlib import Path
 from rlframe.cluster.config import Device
 from rlframe.run.check import planned_faults
 from rlframe.run.check.context import algorithm_of
-from rlframe.run.config import RunConfig
-from rlframe.run.load import load
+from rlframe.run.config import Mode, RunConfig
+from rlframe.run.load import add_arguments, of_arguments
 from rlframe.run.preflight.advice import faults_of
 from rlframe.run.preflight.describe import describe, facts
 from rlframe.run.preflight.devices import KINDS, Accelerator, this_machine
 from rlframe.run.preflight.layouts import Layout, best
 from rlframe.run.preflight.plan import Plan, plan
+from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import ConfigError, RlframeError
+from rlframe.utils.faults import Fault
 from rlframe.utils.text import printable
 
 
@@ -32,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     accelerator = KINDS[options.device] if options.device else this_machine()
     try:
-        run = on(accelerator, load(options.config_name, options.overrides))
+        run = on(accelerator, of_arguments(options))
+        if run.mode is not Mode.TRAIN:
+            raise ConfigError(
+                [Fault("mode", "must be train: only training is planned", got=run.mode, hint="remove it")]
+            )
         faults = planned_faults(run)
         found = plan(
             run,
@@ -68,19 +74,18 @@ def on(accelerator: Accelerator, run: RunConfig) -> RunConfig:
     return replace(run, cluster=replace(run.cluster, device=device), model=replace(run.model, random_init=True))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m rlframe.tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--config-name", required=True, help="as for rlframe.main")
     add("--device", choices=sorted(KINDS), help="the kind of device (default: that of this machine)")
     add("--devices", type=int, help="number of devices for the best layouts (default: what the run needs)")
     add("--devices-per-host", type=int, default=8, help="default %(default)s")
     add("--prompt-tokens", type=int, help="mean tokens of a prompt (default: data.max_prompt_tokens)")
     add("--response-tokens", type=int, help="mean tokens of a response (default: rollout.max_tokens)")
     add("--json", metavar="FILE", help="write everything as JSON too")
-    add("overrides", nargs="*", help="key=value, as for rlframe.main")
+    add_arguments(parser)
     return parser
 
 

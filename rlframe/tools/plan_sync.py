@@ -26,6 +26,8 @@ from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
+from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
 from rlframe.weight_sync.plan.planner import Kind, LinkSpeeds, Plan, make_plan
 
@@ -235,7 +237,8 @@ def _faults(case: Case, architecture: Architecture, parallel: Parallel) -> list[
         if getattr(case.speeds, each.name) <= 0
     ]
     if case.engine not in known:
-        found.append(f"--engine must be one of {', '.join(known)}, got {case.engine!r}")
+        rule = f"must be one of {', '.join(known)}"
+        found.append(str(Fault("--engine", rule, got=repr(case.engine), hint=did_you_mean(case.engine, known))))
     found += map(str, shards.faults(architecture, **asdict(parallel)))
     if found:
         return found

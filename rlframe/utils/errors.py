@@ -93,7 +93,9 @@ class OutOfMemory(WorkerDied):
 
     def explained(self, advice: str) -> "OutOfMemory":
         """Returns the same error with a prediction and advice."""
-        return OutOfMemory(*self.args[:-1], advice)
+        return OutOfMemory(
+            self.role, self.rank, self.call, self.said, self.device, self.device_bytes, self.held, advice
+        )
 
     def __str__(self) -> str:
         where = f" of {self.device}" if self.device else " of the host"

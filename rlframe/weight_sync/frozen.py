@@ -85,7 +85,7 @@ class FrozenProof:
 
         parts = [part for index in range(self._num_threads) if (part := names[index :: self._num_threads])]
         with ThreadPoolExecutor(max_workers=self._num_threads) as pool:
-            return np.sum(list(pool.map(shares, parts)), axis=0, dtype=np.uint64)
+            return np.stack(list(pool.map(shares, parts))).sum(axis=0, dtype=np.uint64)
 
 
 class Files(Mapping[str, Tensor]):

@@ -12,9 +12,15 @@ import pytest
 from rlframe.config.load import composed
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.run.check import check
+from rlframe.run.check.context import algorithm_of, critic_of, online
 from rlframe.run.compose.run import run
+from rlframe.run.config import RunConfig
 from rlframe.run.folder import claim
 from rlframe.run.load import load
+from rlframe.run.preflight.devices import KINDS
+from rlframe.run.preflight.plan import plan
+from rlframe.run.roles import topology
+from rlframe.tools.plan import on
 from rlframe.utils.errors import ConfigError
 from tests.e2e.recipes import draw_weights, make_data, make_model
 from tests.meta.checkout import ROOT
@@ -23,6 +29,10 @@ from tests.multiprocess.program import REWARD, lines
 
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if re.search(r"_\d+[bm](_|$)", path.stem))
 """Those whose name says the size of a model."""
+HARDWARE = re.compile(r"^# Hardware: (\d+) GPUs? of (\d+) GB", re.MULTILINE)
+"""What a recipe says of its hardware."""
+DEVICES = {"80": "h100", "141": "h200"}
+"""Devices of so many GB, as preflight calls them."""
 UNKNOWN_HERE = {
     "cluster.device",
     "rollout.name",
@@ -65,13 +75,35 @@ def stand_ins(values: dict[str, Any], folder: Path, *, shrunk: bool) -> dict[str
     return {f"{role}.path": path for role, path in models.items()} | {"data.path": data, "model.random_init": "true"}
 
 
+def hardware(name: str) -> tuple[int, str]:
+    """The number of devices that the head of a recipe says, and their size in GB."""
+    said = HARDWARE.search((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert said, "the head says `# Hardware: N GPUs of M GB`"
+    return int(said[1]), said[2]
+
+
+def published(name: str, folder: Path) -> RunConfig:
+    """The recipe with models of the published dimensions."""
+    settings = stand_ins(composed(name), folder, shrunk=False)
+    return load(name, [f"{key}={value}" for key, value in settings.items()])
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fits_the_published_dimensions(name: str, tmp_path: Path) -> None:
-    settings = stand_ins(composed(name), tmp_path, shrunk=False)
+def test_a_recipe_fits_the_published_dimensions_and_its_devices(name: str, tmp_path: Path) -> None:
+    config = published(name, tmp_path)
     try:
-        check(load(name, [f"{key}={value}" for key, value in settings.items()]))
+        check(config)
     except ConfigError as error:
         assert [str(fault) for fault in error.faults if str(fault.key) not in UNKNOWN_HERE] == []
+    roles = topology(config, online=online(config), has_critic=critic_of(config) is not None)
+    assert roles.num_devices == hardware(name)[0]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_preflight_says_that_a_recipe_fits(name: str, tmp_path: Path) -> None:
+    device = KINDS[DEVICES[hardware(name)[1]]]
+    config = on(device, published(name, tmp_path))
+    assert plan(config, algorithm_of(config), device).fits
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The main job with vLLM in the place of the embedded engine, on the CPU: weights by stream, proved, probed."""
 
 import importlib.util
+import json
 import os
 import signal
 from pathlib import Path
@@ -74,3 +75,15 @@ def title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
+
+
+def test_a_model_is_evaluated_with_vllm_and_no_trainer(tmp_path: Path) -> None:
+    kept = ("rollout", "rollout.num_engines", "rollout.max_model_len", "data.max_prompt_tokens", "logging.progress")
+    settings = {key: SETTINGS[key] for key in kept} | {"mode": "evaluate", "data.evaluation_count": 16}
+    with Program(tmp_path / "run", settings, fresh=True) as program:
+        assert program.process.wait(PATIENCE_S) == 0, program.errors()
+        # Its loader cannot be recorded on a CPU, so that there is nothing to compare.
+        assert "the weights of all engines are not proved: an engine keeps " in program.errors()
+    results = json.loads((tmp_path / "run" / "evaluate" / "results.json").read_text())
+    # The embedded model half knows arithmetic.
+    assert 0.2 < results["sets"]["held_out"]["metrics"]["reward_mean"] < 0.8

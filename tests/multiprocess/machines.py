@@ -18,7 +18,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 PORT = 6379
-NETWORK = "192.0.2"
+NETWORK = "198.51.100"
 """A network for examples (RFC 5737), which no machine outside has."""
 TOOLS = ("ip", "unshare", "nsenter")
 START_S = 120.0

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rlframe.main import tool_of
+from rlframe.utils.errors import UsageError
 from tests.multiprocess.door import rlframe
 
 pytestmark = pytest.mark.later
@@ -50,14 +52,14 @@ def test_a_sweep_goes_on_past_a_refused_job_and_ends_in_a_table(tmp_path: Path) 
 
 
 def test_the_first_word_names_a_tool(tmp_path: Path) -> None:
-    done = rlframe(tmp_path, "doctor")
-    assert done.returncode == 0 and "megatron-core" in done.stdout
-    asked = rlframe(tmp_path, "inspect-data", "--config-nam", "grpo_qwen3_moe", "--config-dir=nowhere")
-    assert asked.returncode == 1 and "--config-dir must be a folder" in asked.stderr
+    done = rlframe(tmp_path, "inspect-data", "--config-name", "grpo_qwen3_moe", "--config-dir=nowhere")
+    assert done.returncode == 1 and "--config-dir must be a folder" in done.stderr
 
 
-def test_a_word_that_is_no_tool_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    done = rlframe(tmp_path, "docter")
-    assert done.returncode == 2
-    assert "docter is not a tool: there are audit, convert, doctor" in done.stderr
-    assert "did you mean doctor?" in done.stderr and "rlframe --config-name NAME key=value" in done.stderr
+def test_a_word_that_is_no_tool_is_refused_with_the_nearest() -> None:
+    assert tool_of(["plan-sync"]) == "plan_sync"
+    assert tool_of(["steps=1"]) is tool_of(["--help"]) is tool_of(["~reward"]) is tool_of([]) is None
+    with pytest.raises(UsageError) as caught:
+        tool_of(["docter"])
+    assert str(caught.value).startswith("docter is not a tool: there are audit, convert, doctor, ")
+    assert str(caught.value).endswith("a run is `rlframe --config-name NAME key=value`; did you mean doctor?")

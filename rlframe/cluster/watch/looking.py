@@ -2,7 +2,6 @@
 
 import os
 import queue
-import socket
 import sys
 import threading
 import traceback
@@ -16,6 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlframe.cluster.info import WorkerInfo
+from rlframe.cluster.network import is_here
 from rlframe.cluster.watch.sight import RAY_SERVERS, Sight, State, look
 
 REMOTE_S = 8.0
@@ -26,11 +26,10 @@ DEAD = "dead: "
 
 def look_at(workers: Sequence[WorkerInfo], *, closely: bool = True) -> list[Sight]:
     """Returns the state of each worker. Takes two seconds, and ten if other machines do not answer."""
-    here = socket.gethostname()
-    places = [place for place, worker in enumerate(workers) if worker.host == here]
+    places = [place for place, worker in enumerate(workers) if is_here(worker.host, worker.address)]
     # Ray may be what hangs, so a separate thread asks it, which can be left behind.
     answers: queue.SimpleQueue[list[Sight]] = queue.SimpleQueue()
-    others = [worker for worker in workers if worker.host != here]
+    others = [worker for worker in workers if not is_here(worker.host, worker.address)]
     if others:
         arguments = (others, closely, answers)
         threading.Thread(target=look_remotely, args=arguments, name="watch others", daemon=True).start()

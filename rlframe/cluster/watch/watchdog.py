@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import pathlib
-import socket
 import threading
 import time
 import traceback
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 
 from rlframe.cluster.config import FLOOR_STALLS, ClusterConfig
 from rlframe.cluster.info import WorkerInfo
+from rlframe.cluster.network import is_here
 from rlframe.cluster.watch.activities import ACTIVITIES, Activity
 from rlframe.cluster.watch.demand import listening
 from rlframe.cluster.watch.leaving import END_S, end, exit_code
@@ -199,7 +199,7 @@ class Watchdog(threading.Thread):
 
     def _page_of(self, worker: WorkerInfo) -> Page | None:
         """Returns the page of a worker of this machine."""
-        if worker.host != socket.gethostname():
+        if not is_here(worker.host, worker.address):
             return None
         key = f"{worker.log}:{worker.pid}"
         if key not in self._pages:

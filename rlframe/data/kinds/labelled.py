@@ -27,7 +27,7 @@ from rlframe.data.text.documents import encode_text, last_token_counts, text_fie
 from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out
 from rlframe.data.text.tool_calls import tools_of
 from rlframe.data.text.turns import end_of_turn
-from rlframe.data.training import TrainingSource, packed
+from rlframe.data.training import LEFT_OUT, TrainingSource, packed
 from rlframe.types.messages import Message
 from rlframe.types.supervised import Labelled
 from rlframe.utils.errors import DataError
@@ -129,7 +129,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
             )
             check_is_written(reading.messages[-1], text.text, text)
             if left_out := sum(is_left_out(message, text.text) for message in reading.messages[:-1]):
-                self.counted["reasoning_left_out"] += left_out
+                self.counted[LEFT_OUT] += left_out
             (token_ids,) = encode(self.tokenizer, [text])
             if not token_ids:
                 raise DataError(f"{where}: expected text to judge, found that the chat template writes none")

@@ -33,7 +33,11 @@ class TextSource(TrainingSource[Item]):
         """Returns the sequences that the documents are cut to, as `data.text_layout` says."""
         if self.config.text_layout is TextLayout.SEPARATE:
             return super().make(readings, channel)
-        documents = [self._token_ids(reading) for reading in readings]
+
+        def work(places: range) -> list[np.ndarray]:
+            return [self._token_ids(readings[place]) for place in places]
+
+        documents = [document for some in self.spread(work, len(readings)) for document in some]
         joined = np.concatenate(documents) if documents else np.zeros(0, dtype=np.int32)
         # The numbers are part of the ids that shuffling goes by; the fingerprint sees other documents by their tokens.
         return self._cut(joined, f"{self.channels[channel]}:", channel)

@@ -48,14 +48,13 @@ class Encoded:
         Raises:
             DataError: there are several, and `what` must be one.
         """
-        if len(self.sequences) > 1:
-            raise DataError(
-                f"{where}: expected {what} to be one sequence, found {len(self.sequences)}: the chat template rewrites "
-                "earlier turns of the assistant, for example without their reasoning; let one turn of the assistant be "
-                "learned, or set data.chat_template to a template that keeps them"
-            )
-        (sequence,) = self.sequences
-        return sequence
+        if len(self.sequences) == 1:
+            return self.sequences[0]
+        raise DataError(
+            f"{where}: expected {what} to be one sequence, found {len(self.sequences)}: the chat template rewrites "
+            "earlier turns of the assistant, for example without their reasoning; let one turn of the assistant be "
+            "learned, or set data.chat_template to a template that keeps them"
+        )
 
 
 def encode_turns(

@@ -33,6 +33,7 @@ from rlframe.environments.verifiers.conversation import ENDPOINT, Conversation, 
 from rlframe.types.prompt import Prompt
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 
 KEY = "environment.options"
 HARNESS = "rlframe_policy"
@@ -155,7 +156,8 @@ def seat_of(config: vf.EnvConfig, name: str) -> str:
     """
     seats = agent_config_fields(config)
     if name and name not in seats:
-        raise ConfigError([Fault(f"{KEY}.agent", f"must be one of {', '.join(seats)}", got=repr(name))])
+        rule, near = f"must be one of {', '.join(seats)}", did_you_mean(name, seats)
+        raise ConfigError([Fault(f"{KEY}.agent", rule, got=repr(name), hint=near)])
     free = [seat for seat, spec in seats.items() if spec.client is None and seat != name]
     if name:
         free = [name, *free]

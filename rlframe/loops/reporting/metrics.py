@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tqdm import tqdm
 
+from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
 from rlframe.loops.reporting.timeline import Timeline
@@ -39,6 +40,7 @@ class MetricsLog:
         done_steps: int | None,
         trackers: Sequence[Tracker] = (),
         decode: Callable[[int], str] = str,
+        callbacks: Callbacks | None = None,
     ):
         """
         Args:
@@ -49,6 +51,7 @@ class MetricsLog:
                 be made again.
             trackers: begun, and closed by who has begun them.
             decode: returns the text of a token.
+            callbacks: of the caller of the run.
         """
         self.config = config
         self._metrics = folder / "metrics.jsonl"
@@ -58,6 +61,7 @@ class MetricsLog:
         self._sample_files = SampleFiles(folder, decode)
         self._known = self._keep(done_steps)
         self._trackers = trackers
+        self.callbacks = callbacks or Callbacks()
         self._bar = tqdm(
             total=steps, initial=done_steps or 0, desc=name, unit="step", disable=not config.progress,
             dynamic_ncols=True, mininterval=REFRESH_S,
@@ -96,7 +100,8 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step's metrics everywhere and moves the progress bar."""
-        self.log_evaluation(step, {**metrics, RESTARTS: float(self.num_restarts)})
+        line = {**metrics, RESTARTS: float(self.num_restarts)}
+        self._write(step, line)
         labels = {
             "reward": "reward/mean",
             "loss": "train/loss",
@@ -106,9 +111,15 @@ class MetricsLog:
         self._shown = {label: f"{metrics[key]:.4g}" for label, key in labels.items() if key in metrics}
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update()
+        self.callbacks.on_step(step, line)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of an evaluation. The progress bar does not move."""
+        """Writes the metrics of an evaluation, or of a probe. The progress bar does not move."""
+        self._write(step, metrics)
+        if any(name.startswith("evaluation/") for name in metrics):
+            self.callbacks.on_evaluation(step, metrics)
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         append(self._metrics, {"step": step, **metrics})
         self.timeline.write(step)
         self._measured |= {name: (step, value) for name, value in metrics.items()}

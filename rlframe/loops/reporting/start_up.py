@@ -1,16 +1,19 @@
 """What a start takes, part by part."""
 
 import time
+from collections.abc import Callable
 
 
 class StartUp:
     """Times the parts of a run's start, which follow one another."""
 
-    def __init__(self, began: float):
+    def __init__(self, began: float, over: Callable[[], None] = lambda: None):
         """
         Args:
             began: when the first part began, of `time.monotonic`.
+            over: called when the start is over, and work begins.
         """
+        self.over = over
         self.parts: dict[str, float] = {}
         """Seconds by name, in their order."""
         self._last = began

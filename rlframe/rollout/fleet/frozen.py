@@ -23,7 +23,12 @@ class FrozenEngines(RolloutGroup):
         self.rejoin = self._admit
         self._admit(None)
         if self.proof:
-            self.audit = self.proof.prove
+            self.audit = self._prove_again
+
+    def _prove_again(self) -> None:
+        """Proves that the engines still hold the model's files."""
+        assert self.proof
+        self.proof.prove()
 
     def _admit(self, engines: Sequence[int] | None) -> None:
         """Lets started engines sample, once they are proved."""

@@ -64,14 +64,16 @@ def check_device(run: RunConfig) -> None:
     Raises:
         ConfigError: every fault.
     """
-    if faults := [fault for topic in OF_DEVICE for fault in topic(run)]:
+    concerned = topics_of(run)
+    if faults := [fault for topic in OF_DEVICE if topic in concerned for fault in topic(run)]:
         raise ConfigError(faults)
 
 
 def planned_faults(run: RunConfig) -> list[Fault]:
     """Returns every fault that a machine can see that has the model's config.json, but not its weights, the data or the
     devices."""
-    return [fault for topic in TOPICS if topic not in OF_THIS_MACHINE for fault in topic(run)]
+    concerned = topics_of(run) - OF_THIS_MACHINE
+    return [fault for topic in TOPICS if topic in concerned for fault in topic(run)]
 
 
 def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
@@ -204,6 +206,7 @@ TOPICS = {
     cluster.address: {"cluster"},
     cluster.job_folder: {"output"},
     cluster.variables: {"cluster", "train"},
+    cluster.job_environment: {"cluster"},
     devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
     devices.engine: {"model", "rollout", "algorithm"},
     loop.environment: {"rollout", "algorithm"},
@@ -274,6 +277,8 @@ WITHOUT_TRAINING = frozenset(
     {
         model.model,
         model.files,
+        cluster.address,
+        cluster.job_folder,
         devices.devices,
         devices.engine,
         devices.packages,

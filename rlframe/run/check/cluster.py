@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlframe.cluster import job
 from rlframe.cluster.needs import Needs
 from rlframe.megatron.worker import environment
 from rlframe.run.check import teacher as check_teacher
@@ -59,6 +60,16 @@ def variables(run: RunConfig) -> Iterator[Fault]:
             "is set by rlframe for each rank",
             why="it follows from the options of `train`",
             hint="remove it",
+        )
+
+
+def job_environment(run: RunConfig) -> Iterator[Fault]:
+    """Refuses what the runtime environment of the Ray job sets too."""
+    for name in job.conflicts(run.cluster.runtime_env.for_ray()):
+        yield Fault(
+            f"cluster.runtime_env.{name}",
+            "is set by the runtime environment of this Ray job too",
+            hint="set it in one place: here, or with `ray job submit --runtime-env-json`",
         )
 
 

@@ -30,6 +30,11 @@ def samples(run: RunConfig) -> bool:
     return online(run) and run.rollout.replay is None
 
 
+def evaluates(run: RunConfig) -> bool:
+    """Returns whether anything is evaluated: records that are held out, or sets of prompts."""
+    return run.data.holds_out or bool(run.evaluation.sets and online(run))
+
+
 def longest_rollout(run: RunConfig) -> tuple[str, int]:
     """Returns the settings that bound a rollout, and the greatest number of its tokens."""
     if not answers(run.environment):

@@ -22,6 +22,7 @@ from rlframe.run.check.context import algorithm_of
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError, DataError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 
 OFFLINE = frozenset({"cache_folder", "cache_gb", "streaming", "shuffle_buffer"})
 """Fields of DataConfig that every kind of offline data uses."""
@@ -82,9 +83,8 @@ def curriculum_faults(run: RunConfig) -> Iterator[Fault]:
         yield Fault("data.curriculum.by", "needs a reward", got=curriculum.by, why="nothing else is a pass rate")
     part = curriculum.reward_part
     if part is not None and run.reward_names and part not in run.reward_names:
-        yield Fault(
-            "data.curriculum.reward_part", f"must be one of reward.parts, {', '.join(run.reward_names)}", got=repr(part)
-        )
+        rule = f"must be one of reward.parts, {', '.join(run.reward_names)}"
+        yield Fault("data.curriculum.reward_part", rule, got=repr(part), hint=did_you_mean(part, run.reward_names))
     for name, first in (curriculum.stages or {}).items():
         if first > run.steps > 0:
             yield Fault(

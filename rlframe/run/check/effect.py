@@ -13,7 +13,7 @@ from rlframe.environments.base import answers
 from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
-from rlframe.run.check.context import device_of, online, samples
+from rlframe.run.check.context import device_of, evaluates, online, samples
 from rlframe.run.config import Mode, RunConfig
 from rlframe.utils.faults import Fault
 
@@ -151,9 +151,9 @@ NEEDS = (
     ),
     Need(
         ("evaluation.share", "evaluation.num_engines"),
-        lambda run: online(run) and not run.data.holds_out,
+        lambda run: online(run) and not evaluates(run),
         "data.evaluation_count=0, which holds nothing out",
-        ("algorithm", "data"),
+        ("algorithm", "data", "evaluation"),
     ),
     Need(
         ("evaluation.share",),
@@ -218,9 +218,9 @@ NEEDS = (
     ),
     Need(
         ("evaluation.max_tokens",),
-        lambda run: online(run) and not run.data.holds_out,
+        lambda run: online(run) and not evaluates(run),
         "data.evaluation_count=0, which holds nothing out",
-        ("algorithm", "data"),
+        ("algorithm", "data", "evaluation"),
     ),
 )
 """The table. Each row has settings, when they are idle, and the circumstance that makes them idle."""

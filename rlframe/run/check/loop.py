@@ -8,7 +8,7 @@ from rlframe.attempts.sessions.calls import CannotStart, Setup
 from rlframe.attempts.sessions.pool import try_start
 from rlframe.environments.base import find_environment, rewards
 from rlframe.rollout.base.config import OversampleRest
-from rlframe.run.check.context import algorithm_of, online, samples
+from rlframe.run.check.context import algorithm_of, evaluates, online, samples
 from rlframe.run.config import RunConfig
 from rlframe.utils import outside
 from rlframe.utils.errors import ConfigError
@@ -20,7 +20,7 @@ DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
 
 def evaluation(run: RunConfig) -> Iterator[Fault]:
     """Checks that evaluation has data."""
-    if not run.data.holds_out and run.evaluation.every_steps:
+    if run.evaluation.every_steps and not evaluates(run):
         why = "data.evaluation_count=0"
         if run.data.evaluation_count:
             why = "data.streaming=true and no data.evaluation_path"

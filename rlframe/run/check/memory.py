@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 
-import torch
-
 from rlframe.cluster.config import Device, Preflight
-from rlframe.run.check.context import algorithm_of
+from rlframe.run.check.context import algorithm_of, device_of
 from rlframe.run.config import RunConfig
 from rlframe.run.preflight.advice import advise, faults_of
-from rlframe.run.preflight.devices import Accelerator, this_machine
+from rlframe.run.preflight.devices import Accelerator, cuda_device, host
 from rlframe.run.preflight.plan import Plan, plan
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
@@ -37,10 +35,7 @@ def devices_of(run: RunConfig) -> Accelerator | None:
     """Returns the devices of this machine, or None if the run joins a cluster with devices of its own."""
     if run.cluster.joins:
         return None
-    if run.cluster.device is Device.CUDA and not torch.cuda.is_available():
-        return None
-    found = this_machine()
-    return found.as_host() if run.cluster.device is Device.CPU else found
+    return host() if device_of(run) is Device.CPU else cuda_device()
 
 
 def device_faults(found: Plan) -> Iterator[Fault]:

@@ -7,7 +7,7 @@ from rlframe.data import builtin
 from rlframe.data.config import DataConfig
 from rlframe.data.sets import read, settings_of
 from rlframe.data.storage.sequences import Joined
-from rlframe.run.check.context import online, samples
+from rlframe.run.check.context import evaluates, online, samples
 from rlframe.run.check.data import nothing_to_judge, template_faults
 from rlframe.run.check.reward import needing_answers
 from rlframe.run.config import Mode, RunConfig
@@ -20,8 +20,7 @@ def mode(run: RunConfig) -> Iterator[Fault]:
     """Checks that engines can load what they are to evaluate or to generate with, and that there is something."""
     if run.mode is Mode.TRAIN:
         return
-    evaluates = bool(run.evaluation.sets) and online(run)
-    if run.mode is Mode.EVALUATE and not (run.data.holds_out or evaluates):
+    if run.mode is Mode.EVALUATE and not evaluates(run):
         yield Fault(
             "data.evaluation_count",
             "must be above 0 with mode=evaluate",

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm
 from rlframe.data.prompts import PromptSource
-from rlframe.loops.config import HELD_OUT
+from rlframe.loops.config import HELD_OUT, LoggingConfig
 from rlframe.loops.evaluate import evaluate_streaming
-from rlframe.loops.reporting.evaluation import (
+from rlframe.loops.results import (
     RESPONSES,
     RESULTS,
     Result,
@@ -53,31 +54,39 @@ def _responses(parts: Parts) -> Mapping[str, Result]:
     sets = evaluation_sets(parts, prompts)
     if not sets:
         raise _nothing(parts)
+    parts.start_up.done("data")
     engines = frozen(parts, rewarded=True)
     began = time.monotonic()
-    evaluated = evaluate_streaming(engines.attempts, engines.scorer, sets)
+    evaluated = evaluate_streaming(engines.attempts, engines.scorer, sets, progress=config.logging.progress)
     results = {each.set.name: result_of(each) for each in evaluated}
-    seconds = {"start": engines.start_s, "evaluation": time.monotonic() - began}
     write_responses(parts.folder, evaluated)
-    write_results(parts.folder, results, model=config.model.path, seconds=seconds)
+    _write(parts, results, began)
     return results
 
 
 def _losses(parts: Parts, algorithm: OfflineAlgorithm) -> Mapping[str, Result]:
     """Evaluates the loss on held-out items, in the policy's ranks."""
-    started = time.monotonic()
+    # A progress bar and trackers are for runs.
+    parts.config = replace(parts.config, logging=LoggingConfig(progress=False, tensorboard=False))
     loop = offline(parts, algorithm)
     garbage.release()
     if not (items := loop.examples.held_out()):
         raise _nothing(parts)
     Resumption(parts.config.checkpoint, loop, parts.checkpoints, parts.groups).resume()
+    parts.start_up.done("preparation")
+    parts.start_up.over()
     began = time.monotonic()
     loop.evaluate(0)
     metrics = {key.removeprefix("before/"): value for key, value in loop.results.items() if key.startswith("before/")}
     results = {HELD_OUT: Result(count=len(items), metrics=metrics)}
-    seconds = {"start": began - started, "evaluation": time.monotonic() - began}
-    write_results(parts.folder, results, model=parts.config.model.path, seconds=seconds)
+    _write(parts, results, began)
     return results
+
+
+def _write(parts: Parts, results: Mapping[str, Result], began: float) -> None:
+    """Writes the results of an evaluation that began at `began`."""
+    seconds = {"start": parts.start_up.parts, "evaluation": time.monotonic() - began}
+    write_results(parts.folder, results, model=parts.config.model.path, seconds=seconds)
 
 
 def _nothing(parts: Parts) -> ConfigError:

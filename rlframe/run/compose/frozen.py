@@ -1,6 +1,5 @@
 """Composes what samples without training: engines that load the model themselves, and the rewards."""
 
-import time
 from dataclasses import dataclass
 
 from rlframe.attempts.fleet import Attempts
@@ -17,8 +16,6 @@ class Frozen:
 
     attempts: Attempts
     scorer: Scorer | None
-    start_s: float
-    """Seconds of the start."""
 
 
 def frozen(parts: Parts, *, rewarded: bool) -> Frozen:
@@ -27,14 +24,15 @@ def frozen(parts: Parts, *, rewarded: bool) -> Frozen:
     Args:
         rewarded: whether responses are judged.
     """
-    started = time.monotonic()
     placement = parts.devices()
-    # Before the engines start, so that all processes start at the same time.
+    # The processes first, so that all of them start at the same time.
     engines = models.frozen(parts, placement)
     attempts = models.attempts(parts, engines, rewarded=rewarded)
     engines.start()
     # Every role has devices of its own.
     phase = Phases(sharing=[], announce=lambda name: None)
     scorer = models.scorer(parts, placement, phase) if rewarded else None
+    parts.start_up.done("processes")
     garbage.release()
-    return Frozen(attempts=attempts, scorer=scorer, start_s=time.monotonic() - started)
+    parts.start_up.over()
+    return Frozen(attempts=attempts, scorer=scorer)

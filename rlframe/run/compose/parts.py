@@ -17,6 +17,7 @@ from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
 from rlframe.data.text.chat import end_token
 from rlframe.data.text.special_tokens import special_tokens
+from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.report.page import MISSING, can_draw
 from rlframe.loops.report.refresh import Refresh
@@ -50,7 +51,15 @@ class Parts:
     device: torch.device
     """The device of every rank and engine. Known from `devices` on, because a joined cluster decides it."""
 
-    def __init__(self, config: RunConfig, requirements: Requirements, stack: ExitStack, start_up: StartUp):
+    def __init__(
+        self,
+        config: RunConfig,
+        requirements: Requirements,
+        stack: ExitStack,
+        start_up: StartUp,
+        callbacks: Callbacks | None = None,
+    ):
+        self.callbacks = callbacks
         self.config, self.requirements, self.stack, self.start_up = config, requirements, stack, start_up
         self.folder = config.folder
         # First: it takes seconds at most, and its errors must not wait for anything.
@@ -58,6 +67,8 @@ class Parts:
         self.latest = self.checkpoints.latest()
         self.trackers = list(self._trackers()) if config.mode is Mode.TRAIN else []
         self.tokenizer = tokenizer.load(resolve(config.model), chat_template=config.data.chat_template)
+        self.num_nodes, self.num_cores = 1, len(os.sched_getaffinity(0))
+        """Number of nodes of the run, and of CPU cores of the least of them. Known from `devices` on."""
         self.groups: list[RankGroup] = []
         """The groups of ranks of every trained model, and of frozen models with ranks of their own."""
 
@@ -78,6 +89,8 @@ class Parts:
             if joins:
                 self.stack.enter_context(nodes.noticing_deaths(placement.nodes))
                 inspection.inspect(needs(self.config, self.folder), placement.nodes)
+                used = [node for node in nodes.alive() if node.id in placement.nodes]
+                self.num_nodes, self.num_cores = len(used), int(min(node.num_cpus for node in used))
         self.start_up.done("Ray")
         return placement
 
@@ -103,8 +116,8 @@ class Parts:
         }
 
     def threads(self, count: int) -> int:
-        """Returns the CPU threads of each of `count` processes that run at the same time on this machine."""
-        return max(1, len(os.sched_getaffinity(0)) // max(1, count))
+        """Returns the CPU threads of each of `count` processes that run at the same time on the nodes of the run."""
+        return max(1, self.num_cores // max(1, math.ceil(count / self.num_nodes)))
 
     def chat_template(self) -> Exported | None:
         """Returns the chat template that exported models get, or None if they keep their own."""
@@ -140,6 +153,7 @@ class Parts:
             done_steps=self.done_steps,
             trackers=self.trackers,
             decode=partial(tokenizer.piece, self.tokenizer),
+            callbacks=self.callbacks,
         )
         self.stack.callback(metrics.close)
         return metrics

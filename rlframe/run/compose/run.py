@@ -2,12 +2,14 @@
 
 import logging
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.cluster import job
 from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.watchdog import watching, work
+from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.proving import Prover
@@ -32,7 +34,14 @@ from rlframe.utils.registry import find
 logger = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = None) -> dict[str, float]:
+def run(
+    config: RunConfig,
+    stop: Stop | None = None,
+    *,
+    began: float | None = None,
+    callbacks: Callbacks | None = None,
+    begin: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
     """Does what `mode` says. Runs the whole run, or the rest of it if its folder holds a checkpoint, and prints the
     closing paragraph; or evaluates, or generates.
 
@@ -42,6 +51,8 @@ def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = No
     Args:
         stop: ends the loop before its last step on request; None for a run that nothing ends early.
         began: when the start began, of `time.monotonic`, for what is said of its duration; None means now.
+        callbacks: called between the parts of a training run.
+        begin: called when the start is over, and work begins.
 
     Returns:
         The results: `after/...` of the last evaluation, or `last_loss`.
@@ -53,7 +64,7 @@ def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = No
     deaths: list[NodeDied] = []
     while True:
         try:
-            return run_on(config, stop, began=began)
+            return run_on(config, stop, began=began, callbacks=callbacks or Callbacks(), begin=begin)
         except NodeDied as error:
             began = None
             deaths.append(error)
@@ -66,23 +77,25 @@ def run(config: RunConfig, stop: Stop | None = None, *, began: float | None = No
             raise NodeDied(f"{deaths[-1]}; {'; '.join(map(str, error.faults))}") from error
 
 
-def run_on(config: RunConfig, stop: Stop, *, began: float | None) -> dict[str, float]:
+def run_on(
+    config: RunConfig, stop: Stop, *, began: float | None, callbacks: Callbacks, begin: Callable[[], None]
+) -> dict[str, float]:
     """Runs the run on the nodes that the cluster has now; see `run`."""
     garbage.hold()
     started = time.monotonic() if began is None else began
-    start_up = StartUp(started)
+    start_up = StartUp(started, begin)
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
     trains = config.mode is Mode.TRAIN
     with (
-        explaining(config, algorithm),
+        explaining(config, algorithm) if trains else nullcontext(),
         watching(config.cluster, config.folder / LOGS, learns=trains) as watchdog,
         ExitStack() as stack,
         work(watchdog),
     ):
         reaper = stack.enter_context(reaping(config.cluster.stall_warning_s))
         watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
-        parts = Parts(config, algorithm.requirements, stack, start_up)
+        parts = Parts(config, algorithm.requirements, stack, start_up, callbacks)
         start_up.done("imports and checks")
         if not trains:
             return without_training(parts, algorithm, stop)
@@ -90,7 +103,8 @@ def run_on(config: RunConfig, stop: Stop, *, began: float | None) -> dict[str, f
         garbage.release()
         for caution in [*algorithm.cautions(config.facts), *filter(None, [job.caution(config.checkpoint.on_signal_s)])]:
             loop.metrics.print_line(f"warning: {caution}")
-        loop.schedule.stop = stop
+        loop.schedule.stop, loop.schedule.begin = stop, start_up.over
+        callbacks.on_start(config, loop.results)
         watchdog.server_died = lambda server: stop.ask(f"{server} of Ray died, which Ray itself does not outlive")
         loop.schedule.prove = Prover(
             parts.groups,
@@ -113,6 +127,7 @@ def run_on(config: RunConfig, stop: Stop, *, began: float | None) -> dict[str, f
                 total_s=time.monotonic() - started,
             )
         )
+        callbacks.on_end()
         return loop.results
 
 

@@ -36,17 +36,19 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What one operation of a layer keeps."""
+    """The data that one operation of a layer keeps."""
 
     what: str
     place: Place
     bytes: float
     """For each token of the layer's share: the micro-batch's tokens divided by tp."""
+    instead: float = 0.0
+    """Bytes that are kept for each token if the place is recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """How a layer is computed, as far as it decides what is kept."""
+    """The kernels of a layer, as far as they decide what is kept."""
 
     itemsize: int
     """Bytes of an activation."""
@@ -111,7 +113,8 @@ def _local_attention(queries: int, keys: int, heads: int, architecture: Architec
         yield Saved("queries before their norm", Place.ATTENTION, queries * size)
         yield Saved("scales of norms", Place.ATTENTION, (heads + architecture.num_kv_heads) * FLOAT32)
     yield Saved("cosines and sines", Place.ATTENTION, 4 * architecture.head_dim // 2 * FLOAT32)
-    yield Saved("grids of queries, keys, values and outputs", Place.CORE, 2 * (queries + keys) * size)
+    grids = 2 * (queries + keys) * size
+    yield Saved("grids of queries, keys, values and outputs", Place.CORE, grids, (queries + keys) * size)
     yield Saved("logarithms of the softmax's sums", Place.CORE, heads * FLOAT32)
     yield Saved("output of the attention", Place.ATTENTION, queries * size)
 
@@ -160,7 +163,7 @@ def kept(saved: Iterator[Saved], train: TrainConfig) -> float:
     modules = set(train.recompute_options.modules) if train.recompute is Recompute.SELECTIVE else set()
     if "moe" in modules:
         modules |= {"moe_act", "shared_experts"}
-    return sum(each.bytes for each in saved if each.place not in modules)
+    return sum(each.instead if each.place in modules else each.bytes for each in saved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,8 +173,8 @@ class Activations:
     kept: float
     """From the forward pass to the backward pass."""
     working: float
-    """What recomputing the largest group of layers adds while their part of the backward pass runs; without
-    recomputation, what a layer uses besides."""
+    """Bytes that recomputing the largest group of layers adds while their part of the backward pass runs. Without
+    recomputation, those of one layer."""
 
 
 def of_stage(

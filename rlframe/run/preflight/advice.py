@@ -16,6 +16,8 @@ from rlframe.utils.faults import Fault, shown
 
 LOWEST_UTILIZATION = 0.15
 """Least rollout.gpu_memory_utilization that is advised."""
+ROUNDS = 3
+"""Number of times that all proposals are gone through for a combination."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Advice:
 def advise(plan: Plan, *, most: int = 4) -> list[Advice]:
     """Returns changes that free memory: those with which the run fits, the cheapest first; else the greatest, and the
     first combination of them with which it fits."""
-    found = [advice for advice in _singles(plan) if advice.frees > 0 or advice.fits]
+    found = [advice for advice in singles(plan) if advice.frees > 0 or advice.fits]
     enough = [advice for advice in found if advice.fits]
     if enough:
         return enough[:most]
@@ -59,7 +61,8 @@ def advise(plan: Plan, *, most: int = 4) -> list[Advice]:
     return [*ranked, together] if together else ranked
 
 
-def _singles(plan: Plan) -> Iterator[Advice]:
+def singles(plan: Plan) -> Iterator[Advice]:
+    """Yields every single change that the layout allows, the cheapest first."""
     for propose in PROPOSALS:
         for change, run in propose(plan.run, plan):
             if advice := _tried(plan, (change,), run):
@@ -67,20 +70,22 @@ def _singles(plan: Plan) -> Iterator[Advice]:
 
 
 def _together(plan: Plan) -> Advice | None:
-    """Returns the first combination that fits: every proposal in turn that frees something, in order of its cost."""
-    now, changes = plan, ()
-    for propose in PROPOSALS:
+    """Returns the first combination that fits: every proposal that frees something, in the order of its cost, and from
+    the first again, because what takes most has changed."""
+    now, changes = plan, {}
+    for propose in PROPOSALS * ROUNDS:
         options = [
             (advice, change)
             for change, run in propose(now.run, now)
-            if (advice := _tried(now, (change,), run)) and advice.frees > 0
+            if (advice := _tried(now, (change,), run)) and (advice.frees > 0 or advice.fits)
         ]
         if not options:
             continue
         advice, change = max(options, key=lambda each: each[0].frees)
-        now, changes = advice.plan, (*changes, change)
+        first = changes.get(change.key, change)
+        now, changes[change.key] = advice.plan, replace(change, old=first.old)
         if now.fits:
-            return Advice(changes, plan.worst.peak_bytes - now.worst.peak_bytes, True, now)
+            return Advice(tuple(changes.values()), plan.worst.peak_bytes - now.worst.peak_bytes, True, now)
     return None
 
 
@@ -103,20 +108,20 @@ Proposal = Callable[[RunConfig, Plan], Iterator[tuple[Change, RunConfig]]]
 
 
 def sleep(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Main weights and moments wait in host memory while engines sample."""
+    """Yields that main weights and moments wait in host memory while engines sample."""
     if plan.cuda and plan.engine and run.cluster.colocate and not run.train.offload_optimizer:
         yield _train(run, "offload_optimizer", False, replace(run.train, offload_optimizer=True))
 
 
 def recompute(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Layers are computed twice instead of being kept."""
+    """Yields that layers are computed twice instead of being kept."""
     if run.train.recompute is not Recompute.FULL:
         train = replace(run.train, recompute=Recompute.FULL, recompute_options=RecomputeConfig())
         yield _train(run, "recompute", run.train.recompute, train)
 
 
 def claim(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Engines claim as little as fits beside the others, or as much as they need."""
+    """Yields that engines claim as little as fits beside the others, or as much as they need."""
     rollout = run.rollout
     if not (plan.engine and plan.cuda and isinstance(rollout, ServedConfig)):
         return
@@ -131,7 +136,7 @@ def claim(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 
 
 def moments(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Main weights without the bits that parameters have, then moments in bfloat16."""
+    """Yields main weights without the bits that parameters have, then moments in bfloat16."""
     optimizer = run.train.optimizer
     if not plan.cuda or run.train.dtype != Dtype.BFLOAT16 or optimizer.cpu_offload_fraction:
         return
@@ -144,7 +149,7 @@ def moments(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 
 
 def tokens(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Smaller micro-batches, down to the longest sequence."""
+    """Yields smaller micro-batches, down to the longest sequence."""
     old, cp = run.train.max_tokens_per_microbatch, plan.parallel.cp
     longest = -(-(plan.workload.prompt_tokens + plan.workload.longest_response) // cp)
     new = max(longest, old // 2)
@@ -154,7 +159,7 @@ def tokens(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 
 
 def gradients(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Gradients in the parameters' number format."""
+    """Yields gradients in the parameters' number format."""
     communication = run.train.communication
     if plan.cuda and run.train.dtype == Dtype.BFLOAT16 and communication.reduce_in_float32:
         train = replace(run.train, communication=replace(communication, reduce_in_float32=False))
@@ -162,14 +167,14 @@ def gradients(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 
 
 def layout(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """The same ranks with more of the model's parts shared out."""
+    """Yields the same ranks with more of the model's parts shared out."""
     old = plan.parallel
     for changed in _layouts(old, bool(plan.architecture.num_experts)):
         yield _train(run, "parallel", str(old), replace(run.train, parallel=str(changed)))
 
 
 def engine_split(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Fewer engines of more devices."""
+    """Yields fewer engines of more devices."""
     rollout = run.rollout
     if plan.engine and isinstance(rollout, ServedConfig) and rollout.num_engines % 2 == 0:
         changed = replace(rollout, tp=rollout.tp * 2, num_engines=rollout.num_engines // 2)
@@ -178,7 +183,7 @@ def engine_split(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig
 
 
 def host(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Main weights and moments updated by the CPU."""
+    """Yields main weights and moments updated by the CPU."""
     optimizer = run.train.optimizer
     if plan.cuda and not optimizer.cpu_offload_fraction:
         changed = replace(optimizer, cpu_offload_fraction=1.0, precision_aware=False, moment_dtype=MomentDtype.FLOAT32)

@@ -41,10 +41,10 @@ ATTENTION_BACKWARD_EFFICIENCY = 0.34
 EXPERT_EFFICIENCY = 0.47
 """Grouped products of experts: qwen3_30b_a3b_ep2_cutlass. Between 0.43 (1,024 tokens an expert) and 0.53 (4,096)."""
 PASSES = 8.5
-"""How often norms, rotary embedding, activations and residuals move as many bytes as a layer keeps: qwen3_4b, 257
+"""Times that norms, rotary embedding, activations and residuals move as many bytes as a layer keeps: qwen3_4b, 257
 ms."""
 SORTING_PASSES = 18.0
-"""How often sorting moves the bytes of the experts' inputs, forward and backward: qwen3_30b_a3b_cut_cutlass, 54 ms."""
+"""Times that sorting moves the bytes of the experts' inputs, forward and backward: qwen3_30b_a3b_cut_cutlass, 54 ms."""
 OPTIMIZER_BANDWIDTH = 0.37
 """AdamW over the memory's speed: qwen3_4b, 64 ms; qwen3_30b_a3b_cut_cutlass, 95 ms."""
 LAUNCH_S = 59e-6

@@ -95,7 +95,8 @@ def _table(device: DeviceMemory) -> Iterator[str]:
             rows.setdefault((role, part.name), {})[phase] = part.bytes
     head = "".join(f"{phase.value:>13}" for phase in device.phases)
     yield f"{'':{LABEL}}{'':54}{head}"
-    for (role, name), values in rows.items():
+    order = [process.role for process in device.processes]
+    for (role, name), values in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
         cells = "".join(f"{values.get(phase, 0.0) / GB:13.1f}" if phase in values else f"{'-':>13}"
                         for phase in device.phases)  # fmt: skip
         yield f"{'':{LABEL}}{f'{role}: {name}':54}{cells}"

@@ -1,9 +1,9 @@
-"""What a device can hold and how fast it is."""
+"""Devices: their memory and their speeds."""
 
-from dataclasses import dataclass, replace
+import ctypes
+from dataclasses import dataclass
 
 import psutil
-import torch
 
 GIB = 1 << 30
 
@@ -34,16 +34,12 @@ class Accelerator:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it stands for the host."""
+        """Returns whether it stands for the host."""
         return self.name == "cpu"
-
-    def as_host(self) -> "Accelerator":
-        """Returns the host of this machine."""
-        return self if self.is_cpu else host()
 
 
 HOPPER = 989e12
-"""Of H100 SXM, H200 and GH200, by their data sheets."""
+"""Operations a second of H100 SXM and H200, by their data sheets."""
 KINDS = {
     each.name: each
     for each in (
@@ -68,16 +64,37 @@ KINDS = {
 """Known devices by the names of `--device`."""
 
 
+def this_machine() -> Accelerator:
+    """Returns the first CUDA device of this machine, or its host memory if it has none."""
+    return cuda_device() or host()
+
+
 def host() -> Accelerator:
     """Returns the memory of this machine."""
     return Accelerator(name="cpu", memory_bytes=psutil.virtual_memory().total)
 
 
-def this_machine() -> Accelerator:
-    """Returns the first CUDA device of this machine, or its host memory if it has none."""
-    if not torch.cuda.is_available():
-        return host()
-    found = torch.cuda.get_device_properties(0)
-    kinds = (kind for name, kind in KINDS.items() if name.partition("-")[0] in found.name.lower())
-    known = next(kinds, Accelerator(name=found.name, memory_bytes=0))
-    return replace(known, memory_bytes=found.total_memory)
+def cuda_device() -> Accelerator | None:
+    """Returns the first CUDA device of this machine, or None.
+
+    The driver is asked: through torch this process would become one that uses the device.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, name, size = ctypes.c_int(), ctypes.create_string_buffer(128), ctypes.c_size_t()
+    failed = (
+        cuda.cuInit(0)
+        or cuda.cuDeviceGet(ctypes.byref(device), 0)
+        or cuda.cuDeviceGetName(name, len(name), device)
+        or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+    )
+    return None if failed else named(name.value.decode(), size.value)
+
+
+def named(name: str, memory_bytes: int) -> Accelerator:
+    """Returns the device that a driver calls `name`, with the speeds of its kind if that is known."""
+    kinds = (kind for kind in KINDS.values() if kind.name.partition("-")[0] in name.lower())
+    speeds = next((kind.speeds for kind in kinds), None)
+    return Accelerator(name=name, memory_bytes=memory_bytes, speeds=speeds)

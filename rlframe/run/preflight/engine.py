@@ -17,7 +17,7 @@ class EngineMemory:
     config: RolloutConfig
     architecture: Architecture
     parameters: int
-    """Of the whole model."""
+    """Number of parameters of the whole model."""
     device_bytes: float
     train_itemsize: int
     sequences: int

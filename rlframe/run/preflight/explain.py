@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.roles import ENGINES
 from rlframe.run.config import RunConfig
-from rlframe.run.preflight.advice import advise, faults_of
+from rlframe.run.preflight.advice import faults_of, singles
 from rlframe.run.preflight.devices import Accelerator, host
 from rlframe.run.preflight.parts import DeviceMemory, Phase
 from rlframe.run.preflight.plan import Plan, plan
@@ -14,6 +14,8 @@ from rlframe.utils.errors import CheckpointError, ConfigError, OutOfMemory
 
 ENGINE_ROLES = ("rollout", "evaluation")
 """Roles of workers that are engines of the policy."""
+MOST = 4
+"""Greatest number of changes that are named."""
 CALLS = {
     "train": Phase.TRAIN,
     "generate": Phase.GENERATION,
@@ -45,7 +47,7 @@ def explained(run: RunConfig, algorithm: Algorithm, error: OutOfMemory) -> OutOf
             return error
     except (ConfigError, CheckpointError):
         return error
-    return error.explained("\n".join([predicted(found, error), *advice(found)]))
+    return error.explained("\n".join([predicted(found, error), *advice(found, error)]))
 
 
 def predicted(found: Plan, error: OutOfMemory) -> str:
@@ -77,7 +79,11 @@ def place(found: Plan, device: DeviceMemory) -> str:
     return f"{share}, which have {found.accelerator.memory_bytes / 1e9:.1f} GB" if found.cuda else share
 
 
-def advice(found: Plan) -> Iterator[str]:
-    """Yields what would free memory, the cheapest first."""
-    for each in advise(found):
-        yield f"{' and '.join(map(str, each.changes))} would free {each.frees / 1e9:.2f} GB"
+def advice(found: Plan, error: OutOfMemory) -> Iterator[str]:
+    """Yields what would free most memory in the phase of the error."""
+    phase = phase_of(error) or Phase.TRAIN
+    before = device_of(found, error.role).bytes_at(phase)
+    freed = [(before - device_of(each.plan, error.role).bytes_at(phase), each) for each in singles(found)]
+    for size, each in sorted(freed, key=lambda pair: -pair[0])[:MOST]:
+        if size > 0:
+            yield f"{' and '.join(map(str, each.changes))} would free {size / 1e9:.2f} GB"

@@ -1,4 +1,4 @@
-"""What a process holds on a device, part by part and phase by phase."""
+"""The memory of processes on a device, part by part and phase by phase."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,11 +29,11 @@ class Process:
 
     role: str
     resident: tuple[Part, ...]
-    """What it holds while it is awake."""
+    """Parts that it holds while it is awake."""
     asleep: tuple[Part, ...] | None = None
-    """What it holds while other roles work. None if it never sleeps."""
+    """Parts that it holds while other roles work. None if it never sleeps."""
     work: Mapping[Phase, tuple[Part, ...]] = field(default_factory=dict)
-    """What it takes besides, in the phases in which it works."""
+    """Parts that it takes besides, in the phases in which it works."""
     keeps: bool = True
     """Whether torch's allocator keeps the memory of that work for itself while the process is awake."""
 

@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def cuda(self) -> bool:
-        """Whether it runs on CUDA."""
+        """Returns whether it runs on CUDA."""
         return not self.accelerator.is_cpu
 
     @property
@@ -89,7 +89,7 @@ class Plan:
 
     @cached_property
     def division(self) -> Division:
-        """How the policy's step is divided."""
+        """The division of the policy's step."""
         return divide(self.workload, self.run.train)
 
     @cached_property
@@ -160,7 +160,8 @@ class Plan:
         """The phases of a step."""
         sampled = (Phase.GENERATION,) if self.workload.sampled else ()
         synced = (Phase.SYNC,) if self.workload.sampled else ()
-        return (*sampled, Phase.LOGPROBS, Phase.TRAIN, *synced)
+        forward = self.trainer.forward_passes or self.critic or self.run.reward.model
+        return (*sampled, *((Phase.LOGPROBS,) if forward else ()), Phase.TRAIN, *synced)
 
     @cached_property
     def devices(self) -> tuple[DeviceMemory, ...]:
@@ -210,12 +211,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits every device, and engines have a cache for at least one sequence."""
+        """Returns whether every phase fits every device, and engines have a cache for at least one sequence."""
         return self.missing_bytes <= 0 and self.engine_fits
 
     @property
     def engine_fits(self) -> bool:
-        """Whether an engine's claim holds its weights and the keys and values of one sequence."""
+        """Returns whether an engine's claim holds its weights and the keys and values of one sequence."""
         return self.engine is None or self.engine.cache_tokens >= self.engine.sequence_tokens
 
     @cached_property
@@ -239,7 +240,7 @@ class Plan:
 
     @property
     def resident_bytes(self) -> float:
-        """What all processes hold for certain, on all devices: weights, gradients, optimizer."""
+        """Bytes that all processes hold for certain, on all devices: weights, gradients, optimizer."""
         return sum(total(process.resident) * device.count for device in self.devices for process in device.processes)
 
     @cached_property

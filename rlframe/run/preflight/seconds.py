@@ -92,7 +92,7 @@ class TrainerSeconds:
     memory: TrainerMemory
     speeds: Speeds
     tokens: int
-    """Of the mean micro-batch on a rank."""
+    """Tokens of the mean micro-batch on a rank."""
     mean_length: float
     """Sum of the squares of the sequences' tokens over their sum."""
     spans_hosts: bool = False
@@ -207,7 +207,7 @@ class TrainerSeconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Responses:
-    """What is sampled in a step."""
+    """The responses that an engine samples in a step."""
 
     sequences: int
     """On one engine."""

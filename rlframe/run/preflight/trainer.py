@@ -23,7 +23,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerMemory:
-    """What a role that trains needs to know."""
+    """The memory of a role that trains."""
 
     role: str
     train: TrainConfig

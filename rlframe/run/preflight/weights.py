@@ -32,7 +32,7 @@ class StageWeights:
     """Parameters of attention, norms, routers, dense MLPs, embedding and output layer."""
     experts: int
     head: int
-    """Of `dense`, the rows that give the logits: the output layer, or the embedding tied to it. 0 on other stages."""
+    """Parameters of `dense` that give the logits: the output layer, or the embedding tied to it. 0 on other stages."""
     trained_dense: int
     trained_experts: int
     adapted: int = 0

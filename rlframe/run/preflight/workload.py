@@ -1,4 +1,4 @@
-"""What a step computes: sequences, tokens, micro-batches."""
+"""The work of a step: sequences, tokens, micro-batches."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,7 +39,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """How the step of one role that trains is divided."""
+    """The division of the step of one role that trains."""
 
     updates: int
     """Optimizer steps."""

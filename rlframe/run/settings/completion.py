@@ -25,7 +25,7 @@ def words_of(line: str) -> tuple[list[str], str]:
 
 
 class Completion:
-    """What a shell can offer. The first of `folders` has precedence."""
+    """Words that a shell can offer. The first of `folders` has precedence."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache
 
 from rlframe.run.choices import CHOICES, OPTIONS
 from rlframe.run.settings.kinds import Kind, default_of, kind_of
@@ -56,6 +57,7 @@ class Section:
         return [setting for section in self.walk() for setting in section.settings]
 
 
+@cache
 def whole() -> Section:
     """Returns the settings of a run, without those of its components."""
     return section("", named(*RUN))

@@ -17,19 +17,20 @@ from typing import Any
 import pytest
 import yaml
 
-from rlframe.run.check import check
+from rlframe.main import tool_of
 from rlframe.run.load import load
+from rlframe.run.settings.tree import find
 from rlframe.utils.errors import ConfigError
-from tests import tiny_models
 from tests.meta.checkout import ROOT
 from tests.meta.docs.pages import Block, all_blocks, blocks, files_of, records, words
 
 BLOCKS = all_blocks("bash")
-CHECKED = [block for block in BLOCKS if not block.needs and block.comment != "refused"]
+CHECKED = [block for block in BLOCKS if not block.needs and block.comment not in ("refused", "run")]
+"""Blocks whose commands are checked as a whole. The others need more, are refused, or are run."""
 MAIN = ["python", "-m", "rlframe.main"]
 TOOL = "rlframe.tools."
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-PLAIN = {"git", "cd", ".", "tail", "head", "ray", "kill", "tensorboard", "docker", "kubectl", "sbatch", "sky", "export"}
+PLAIN = set("git cd . tail head ray kill tensorboard docker kubectl printf sky export eval".split())
 """Programs whose command lines are not looked at."""
 
 
@@ -48,14 +49,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_files(page: Path, folder: Path) -> None:
     """Writes the files that a page shows."""
     for name, text in files_of(page).items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(records(text, count=400) if name.endswith(".jsonl") else text, encoding="utf-8")
 
 
 def own_model(folder: Path) -> None:
     """Makes a small dense model with the tokenizer of an embedded one."""
+    from tests import tiny_models
+
     embedded = ROOT / "rlframe" / "models" / "embedded" / "qwen3_moe_tiny"
     vocab_size = yaml.safe_load((embedded / "config.json").read_text())["vocab_size"]
-    tiny_models.make("qwen3", folder, vocab_size=vocab_size)
+    tiny_models.make("qwen3", folder, vocab_size=vocab_size, max_position_embeddings=2048)
     for file in embedded.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             shutil.copy(file, folder / file.name)
@@ -73,8 +77,12 @@ def main_arguments(line: list[str]) -> tuple[str, str | None, list[list[str]]]:
             place = line.pop(0)
         elif word in ("-m", "--multirun"):
             sweep = True
-        elif word in ("--cfg", "--help"):
+        elif word == "--help":
+            assert not line or find(line.pop(0))
+        elif word == "--cfg":
             line = line[1:]
+        elif word == "-sc":
+            assert line.pop(0).startswith("install=")
         else:
             assert not word.startswith("-"), word
             overrides.append(word)
@@ -91,6 +99,8 @@ def check_main(line: list[str], *, whole: bool) -> None:
     for overrides in runs:
         run = load(name, overrides, **({"config_dir": place} if place else {}))
         if whole:
+            from rlframe.run.check import check
+
             check(run)
 
 
@@ -116,10 +126,25 @@ def check_tool(name: str, line: list[str], monkeypatch: pytest.MonkeyPatch) -> N
             main(line)
 
 
+def inner(line: list[str]) -> list[str]:
+    """Returns the command as `python -m ...`, whichever way it is started: by the console script, or as a job."""
+    if line[0] == "rlframe":
+        tool = tool_of(line[1:])
+        return ["python", "-m", f"{TOOL}{tool}", *line[2:]] if tool else [*MAIN, *line[1:]]
+    if line[0] == "ray" and MAIN[2] in line:
+        return line[line.index("--") + 1 :]
+    if line[0] == "sbatch":
+        script = next(word for word in line[1:] if not word.startswith("-"))
+        assert (ROOT / script).is_file(), line
+        return [*MAIN, *line[line.index(script) + 1 :]]
+    return line
+
+
 def check_command(line: list[str], *, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks one command."""
     while re.match(r"[A-Z_]+=", line[0]):
         line = line[1:]
+    line = inner(line)
     program = line[0]
     if line[:3] == MAIN:
         check_main(line[3:], whole=whole)
@@ -128,7 +153,7 @@ def check_command(line: list[str], *, whole: bool, monkeypatch: pytest.MonkeyPat
     elif line[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(line[2]), line
     elif program == "python":
-        assert (ROOT / line[1]).is_file() or line[1] in ("-c", "--version"), line
+        assert (ROOT / line[1]).is_file(), line
     elif program == "pip":
         extras = {extra for found in re.findall(r"\[([\w,]+)\]", " ".join(line)) for extra in found.split(",")}
         assert extras <= EXTRAS.keys(), line

@@ -3,22 +3,22 @@
 import ast
 import json
 import re
-from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 import yaml
 
-from rlframe.run.config import RunConfig
-from rlframe.run.load import CHOICES
-from rlframe.utils import registry
+from rlframe.config.overrides import SHORT
+from rlframe.run.settings.tree import component, components, kinds_of_components, whole
 from tests.meta.checkout import ROOT
 from tests.meta.docs.pages import PAGES, all_blocks
 from tests.mutations.catalogue import MUTATIONS
 
 SETTING = re.compile(r"(?<![\w/.-])([a-z_]+(?:\.[a-z_]+)+)(?==|`|$)")
 FILE = re.compile(r"`((?:rlframe|tests|examples|configs|docs|docker)/[\w./-]+)`")
+END = "\1"
+"""Stands between two strings of the code."""
 NO_SETTINGS = {"rollout.n", "algorithm.train_batch"}
 """A setting of verl's, and a line of the step."""
 FREE = {"reward.parts", "environment.options", "rollout.engine_options", "data.chat_template_kwargs", "data.path"}
@@ -30,9 +30,10 @@ def text_of(page: str) -> str:
 
 
 @cache
-def sentences() -> list[str]:
-    """Returns every string of the code, with a gap for each part that is filled in."""
-    return [found for file in sorted((ROOT / "rlframe").rglob("*.py")) for found in strings(file.read_text())]
+def sentences() -> str:
+    """Returns every string of the code, one after the other, with a gap for each part that is filled in."""
+    files = sorted((ROOT / "rlframe").rglob("*.py"))
+    return END.join(found for file in files for found in strings(file.read_text(encoding="utf-8")))
 
 
 def strings(source: str) -> list[str]:
@@ -52,9 +53,8 @@ def written(node: ast.AST) -> str:
 def is_said(quoted: str) -> bool:
     """Returns whether the pieces of a message stand in this order in a string of the code. A piece may begin or end
     with what is filled in."""
-    pieces = [piece.strip() for piece in quoted.split("...")]
-    pattern = re.compile(".*?".join(map(re.escape, pieces)), re.DOTALL)
-    return any(pattern.search(sentence) for sentence in sentences())
+    pieces = [re.escape(piece.strip()) for piece in quoted.split("...")]
+    return re.search(f"[^{END}]*?".join(pieces), sentences()) is not None
 
 
 def messages() -> list[str]:
@@ -64,32 +64,21 @@ def messages() -> list[str]:
     return [quoted for row in rows if row.startswith("| `") for quoted in re.findall(r"`([^`]+)`", row.split("|")[1])]
 
 
-def kinds(key: str) -> list[type]:
-    """Returns the dataclasses that the section `key` can be."""
-    if key in CHOICES:
-        return [registry.find(CHOICES[key], name, key=key)[1] for name in registry.names(CHOICES[key])]
-    parent, _, name = key.rpartition(".")
-    hints = [get_type_hints(kind)[name] for kind in (kinds(parent) if parent else [RunConfig]) if has(kind, name)]
-    return [option for hint in hints for option in options(hint)]
-
-
-def options(hint: Any) -> list[type]:
-    """Returns the dataclasses among the types of a field."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        return [hint]
-    return [kind for part in get_args(hint) for kind in options(part)] if get_origin(hint) is not dict else []
-
-
-def has(kind: type, name: str) -> bool:
-    return name in {field.name for field in fields(kind)}
+@cache
+def settings() -> list[re.Pattern[str]]:
+    """Returns a pattern for the key of each setting and section, whatever names of one's own are in it."""
+    found = [each.key for part in whole().walk() for each in (part, *part.settings)]
+    for kind in kinds_of_components():
+        for name in components(kind):
+            found += [each.key for part in component(kind, name).walk() for each in (part, *part.settings)]
+    sections = [key.rpartition(".")[0] for key in found]
+    return [re.compile(re.escape(key).replace("NAME", "[^.]+")) for key in dict.fromkeys(found + sections) if key]
 
 
 def exists(key: str) -> bool:
     """Returns whether a dotted key is that of a setting."""
-    if any(key == free or key.startswith(f"{free}.") for free in FREE) or key == "train.lr":
-        return True
-    parent, _, name = key.rpartition(".")
-    return any(has(kind, name) for kind in kinds(parent))
+    free = any(key == each or key.startswith(f"{each}.") for each in FREE)
+    return free or key in SHORT or any(setting.fullmatch(key) for setting in settings())
 
 
 def test_each_message_of_the_page_is_one_of_the_code() -> None:
@@ -104,7 +93,7 @@ def test_a_message_that_is_not_in_the_code_is_seen() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_each_setting_that_a_page_names_exists(page: Any) -> None:
-    sections = {field.name for field in fields(RunConfig)}
+    sections = {part.key.partition(".")[0] for part in whole().walk()}
     quoted = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
     named = {key for text in quoted for key in SETTING.findall(text) if key.partition(".")[0] in sections} - NO_SETTINGS
     ending = (".md", ".json", ".jsonl", ".yaml", ".py")
@@ -119,7 +108,7 @@ def test_a_setting_that_does_not_exist_is_seen() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_each_file_that_a_page_names_exists(page: Any) -> None:
     named = set(FILE.findall(page.read_text(encoding="utf-8")))
-    shown = [name for name in sorted(named) if not re.search(r"NAME|\bx\b", name)]
+    shown = [name for name in sorted(named) if not re.search(r"[A-Z]{3,}|\bx\b|mine", name)]
     assert [name for name in shown if not (ROOT / name).exists()] == []
 
 

@@ -37,7 +37,7 @@ def test_every_page_is_there_and_asks_no_other_host(site: Path) -> None:
 
 def test_every_setting_has_its_docstring(site: Path) -> None:
     text = (site / "settings.html").read_text(encoding="utf-8")
-    for known in ("train.optimizer.lr", "algorithm.group_size", "reward.parts.PART.options", "rollout.tp"):
+    for known in ("train.optimizer.lr", "algorithm.group_size", "reward.parts.NAME.options", "rollout.tp"):
         assert known in text
     assert "Seed of the data order, of sampling and of initialisation." in text
 

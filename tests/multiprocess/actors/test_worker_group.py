@@ -11,14 +11,16 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.roles import Topology, engines, policy
 from rlframe.cluster.runtime import running
+from rlframe.cluster.runtime_env import RuntimeEnvConfig
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
-from rlframe.utils.errors import ConfigError, DataError, RlframeError, WeightSyncFailed, WorkerDied
+from rlframe.utils.errors import ConfigError, DataError, OutOfMemory, RlframeError, WeightSyncFailed, WorkerDied
 
 
 class Subject(Worker):
@@ -34,9 +36,17 @@ class Subject(Worker):
         print(last_words)  # noqa: T201
         os._exit(3)
 
+    def environment(self, name: str) -> tuple[str | None, str]:
+        """A variable of its environment, and its working folder."""
+        return os.environ.get(name), os.getcwd()
+
     def fail(self, error: BaseException) -> None:
         """Raises `error`."""
         raise error
+
+    def allocate(self, num_bytes: int) -> None:
+        """Asks torch for memory on rank 1."""
+        torch.empty(num_bytes if self.rank == 1 else 1, dtype=torch.uint8)
 
     def hang_in_a_named_place(self) -> None:
         """Longer than any test."""
@@ -64,7 +74,8 @@ def others() -> set[psutil.Process]:
 def cluster(others: set[psutil.Process]) -> Iterator[ExitStack]:
     """A Ray of our own, which ends when this is closed."""
     with ExitStack() as stack:
-        stack.enter_context(running(ClusterConfig(), num_devices=2))
+        given = RuntimeEnvConfig(env_vars={"GIVEN_TO_WORKERS": 7})
+        stack.enter_context(running(ClusterConfig(runtime_env=given), num_devices=2))
         yield stack
 
 
@@ -101,6 +112,12 @@ def test_results_come_in_rank_order(group: WorkerGroup) -> None:
     assert len({info.pid for info in group.infos}) == 2
 
 
+def test_workers_have_the_variables_of_the_run_and_the_folder_of_the_driver(group: WorkerGroup) -> None:
+    found = group.wait([actor.environment.remote("GIVEN_TO_WORKERS") for actor in group.actors], doing="looking")
+    assert found == [("7", os.getcwd())] * 2
+    assert "GIVEN_TO_WORKERS" not in os.environ
+
+
 @pytest.mark.parametrize(
     "error",
     [ConfigError(["a.b must be 1, got 2", "c is unknown"]), DataError("train.jsonl:3 is empty"), WeightSyncFailed("x")],
@@ -119,6 +136,15 @@ def test_any_other_exception_is_a_failure_of_a_named_worker(group: WorkerGroup) 
     message = str(caught.value)
     assert message.startswith(f"{name(group, 1)} failed in train: KeyError('lost')\nlast lines of ")
     assert "in fail" in message, "the worker's own traceback"
+
+
+def test_a_rank_without_memory_names_role_rank_call_and_the_allocators_words(group: WorkerGroup) -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        group.wait(group.ask_all(Subject.allocate, 1 << 60), doing="train")
+    message = str(caught.value)
+    assert message.startswith("policy rank 1 ran out of the memory of the host in allocate: ")
+    assert "DefaultCPUAllocator" in message and "policy-1.log has the stack" in message
+    assert "in allocate" in pathlib.Path(group.infos[1].log).read_text()
 
 
 def test_a_hang_names_who_is_waited_for_and_shows_the_stack(group: WorkerGroup) -> None:

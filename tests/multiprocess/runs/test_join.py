@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.multiprocess.program import ONLINE, assert_equal_models, metrics, run
+from tests.multiprocess.program import LEARNING, ONLINE, Program, assert_equal_models, metrics, run
 from tests.multiprocess.ray_cluster import NO_TOKEN, head
 
 pytestmark = pytest.mark.thorough
@@ -50,3 +50,29 @@ def test_a_finished_run_started_again_in_a_cluster_only_exports(
         env=os.environ | NO_TOKEN, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert f"free: {float(CPUS)}" in asked.stdout
+
+
+def test_workers_start_in_a_copied_folder_with_the_variables_of_the_run(
+    cluster: tuple[psutil.Process, str], tmp_path: Path
+) -> None:
+    _, address = cluster
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "helper.py").write_text("VALUE = 1.0\n")
+    environment = {
+        "cluster.runtime_env.working_dir": work,
+        "cluster.runtime_env.env_vars.TORCH_SHOW_CPP_STACKTRACES": 1,
+    }
+    run(tmp_path / "run", LEARNING | {"steps": 1} | environment, environment={"RAY_ADDRESS": address, **NO_TOKEN})
+    assert len(metrics(tmp_path / "run")) >= 1
+
+
+def test_gpus_that_are_declared_on_a_machine_without_are_said_by_the_rank(tmp_path: Path) -> None:
+    with head(cpus=2, gpus=1) as (_, address):
+        small = LEARNING | {"steps": 1, "rollout.num_engines": 1, "train.parallel": "d1", "cluster.device": "auto"}
+        environment = {"RAY_ADDRESS": address, **NO_TOKEN}
+        with Program(tmp_path / "run", small, environment=environment) as program:
+            assert program.finish() == 2, program.errors()
+            said = program.errors()
+    assert "so cluster.device=auto is cuda" in said
+    assert "where torch finds no CUDA device, got cuda: torch" in said and "Traceback" not in said

@@ -286,4 +286,33 @@ MUTATIONS: list[Mutation] = [
         ("interrupted attempts run out of time", "limit.reschedule(None)", "pass"),
         ("attempts that were interrupted have no limit", "self._limits[attempt].reschedule(", "("),
     ),
+    *faults(
+        "rlframe/loops/generate.py",
+        "tests/unit/loops/test_generate.py",
+        ("what is finished is sampled again", "if name not in done]", "]"),
+    ),
+    *faults(
+        "rlframe/utils/jsonl.py",
+        "tests/unit/loops/test_generate.py",
+        ("a half-written line stays", "        os.truncate(file, whole_bytes)", "        pass"),
+    ),
+    *faults(
+        "rlframe/ops/pass_at_k.py",
+        "tests/unit/ops/test_pass_at_k.py",
+        (
+            "pass@k is biased",
+            "1.0 - math.comb(num_attempts - num_solved, k) / math.comb(num_attempts, k)",
+            "1.0 - (1.0 - num_solved / num_attempts) ** k",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/evaluation_sets.py",
+        "tests/unit/loops/test_evaluation_sets.py",
+        ("attempts that were lost count as unsolved", "if len(own) >= k:", "if True:"),
+        (
+            "unscored attempts have a reward",
+            "if not math.isnan(reward := reward_of(sequences))",
+            "if (reward := reward_of(sequences)) or True",
+        ),
+    ),
 ]

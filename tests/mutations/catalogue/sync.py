@@ -195,4 +195,13 @@ MUTATIONS: list[Mutation] = [
         ),
         ("engines are not audited", "for rank, name in changed.items():", "for rank, name in {}.items():"),
     ),
+    *faults(
+        "rlframe/weight_sync/frozen.py",
+        "tests/unit/weight_sync/test_frozen.py",
+        (
+            "engines without a trainer are believed",
+            "if names := connection.differing(engine, rows, self._totals):",
+            "if names := []:",
+        ),
+    ),
 ]

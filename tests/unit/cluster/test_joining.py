@@ -1,14 +1,17 @@
 """A run that joins a cluster: which address, which device, what its workers are given."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from rlframe.cluster import job, nodes
+from rlframe.cluster import inspection, job, nodes
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.info import WorkerInfo
-from rlframe.cluster.network import GLOO_INTERFACE, interface_of, use_address
+from rlframe.cluster.inspection import Report
+from rlframe.cluster.needs import Needs
+from rlframe.cluster.network import GLOO_INTERFACE, interface_of, is_here, use_address
 from rlframe.cluster.nodes import Node
 from rlframe.cluster.runtime_env import OURS, RuntimeEnvConfig
 from rlframe.cluster.watch.flight import RING
@@ -38,7 +41,7 @@ def test_the_address_of_the_cluster(
 
 def node(name: str, *, num_gpus: float) -> Node:
     """A node of that name."""
-    return Node(id=name, host=name, address="10.0.0.1", num_gpus=num_gpus, alive=True, port=1)
+    return Node(id=name, host=name, address="10.0.0.1", num_gpus=num_gpus, num_cpus=4, alive=True, port=1)
 
 
 def test_auto_is_cuda_where_any_node_declares_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,13 +72,32 @@ def test_auto_without_declared_gpus_is_told_and_refused_where_there_are_some(
         nodes.settle(config, there)
 
 
+def test_what_a_node_lacks_is_said_with_its_name(tmp_path: Path) -> None:
+    needs = Needs(output=tmp_path, files={"model.path": "/models/m/config.json"}, packages={"rollout.name": "vllm"})
+    report = Report(failure="it is read-only", missing=("model.path", "rollout.name"), digest="")
+    assert [str(fault) for fault in inspection.faults_of(node("gpu-1", num_gpus=8), report, needs)] == [
+        f"output must be a folder that every node shares: on node gpu-1 (10.0.0.1): {tmp_path}: it is read-only; set "
+        "output to a folder on a file system that all nodes mount at the same path",
+        "model.path must exist on every node: node gpu-1 (10.0.0.1) has no /models/m/config.json; put it on a file "
+        "system that all nodes mount at the same path",
+        "rollout.name needs the package vllm on node gpu-1 (10.0.0.1); install it in its environment",
+    ]
+
+
+def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+    with inspection.probe(tmp_path) as word:
+        (tmp_path / f"{word}-answer").write_text(word)
+        assert inspection.appears(tmp_path / word)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_variables_of_workers_are_text_and_folders_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "work").mkdir()
+    (tmp_path / "given").mkdir()
     monkeypatch.chdir(tmp_path)
-    given = RuntimeEnvConfig(env_vars={"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": 1}, working_dir="work", pip=["sympy"])
+    given = RuntimeEnvConfig(env_vars={"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": 1}, working_dir="given", pip=["sympy"])
     assert given.for_ray() == {
         "env_vars": {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1"},
-        "working_dir": f"{tmp_path}/work",
+        "working_dir": f"{tmp_path}/given",
         "pip": ["sympy"],
     }
     assert RuntimeEnvConfig().for_ray() == {}
@@ -108,6 +130,11 @@ def test_gloo_takes_the_interface_of_the_nodes_address(monkeypatch: pytest.Monke
     monkeypatch.setenv(GLOO_INTERFACE, "eth7")
     use_address("127.0.0.1")
     assert os.environ[GLOO_INTERFACE] == "eth7"
+
+
+def test_a_machine_of_the_same_name_is_another_one() -> None:
+    assert is_here(socket.gethostname(), "127.0.0.1")
+    assert not is_here(socket.gethostname(), "203.0.113.9") and not is_here("gpu-1", "127.0.0.1")
 
 
 def test_a_worker_elsewhere_is_named_with_its_address() -> None:

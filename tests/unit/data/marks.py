@@ -26,7 +26,7 @@ TURNS = [
 
 def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
     """The tokenizer with another chat template."""
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<end>")
     made.chat_template = template
     return made
 

@@ -23,8 +23,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_is_added_for_each_2000_conversations_and_asked_for_at_most_one_a_chunk() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert num_processes(None, 1999) == 1 and num_processes(None, 10**7) == cores
+    # A tool that watches the tests has a thread of its own.
+    alone = threading.active_count() == 1
+    assert num_processes(None, 1999) == 1
+    assert num_processes(None, 10**7) == (len(os.sched_getaffinity(0)) if alone else 1)
     assert num_processes(3, 10**7) == 3 and num_processes(3, 14) == 2 and num_processes(3, 0) == 1
     # A fork would inherit the locks of other threads.
     ended = threading.Event()
@@ -59,12 +61,17 @@ def row_of(kind: str, number: int) -> dict:
     answer, other = ({"role": "assistant", "content": text} for text in "bc")
     if kind == "preferences":
         return {"prompt": f"q{number}", "chosen": [answer], "rejected": [other if number % 3 else answer]}
+    if kind == "texts":
+        return {"text": f"document {number}"}
     turns = [{"role": "system", "content": str(number)}, *TURNS[: 2 * (1 + number % 2)]]
     return {"messages": turns, "label": bool(number % 2)}
 
 
 @pytest.mark.later
-@pytest.mark.parametrize("kind", ["examples", "preferences", "unpaired", "labelled"])
+@pytest.mark.parametrize(
+    "kind",
+    ["examples", "texts", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("preferences", "unpaired"))],
+)
 def test_items_do_not_depend_on_the_number_of_processes(
     forgetting: PreTrainedTokenizerFast, tmp_path: Path, kind: str
 ) -> None:
@@ -76,11 +83,11 @@ def test_items_do_not_depend_on_the_number_of_processes(
         items = source.next(len(source))
         tokens = [(part.token_ids.tolist(), part.weights.tolist()) for item in items for part in item.parts]
         made.append(([item.id for item in items], tokens, source.metrics(), source.state()))
-    assert made[0] == made[1] and len(made[0][0]) > 20
+    assert made[0] == made[1] and sum(len(token_ids) for token_ids, _ in made[0][1]) > 400
 
 
 @pytest.mark.later
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_prompts_do_not_depend_on_the_number_of_processes(
     forgetting: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
 ) -> None:

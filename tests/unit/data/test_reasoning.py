@@ -76,7 +76,7 @@ def test_reasoning_that_is_not_learned_is_left_out_as_when_served_and_counted(
         seed=0,
     )
     assert prompts.next(1)[0].text == "<user>a<end><assistant>b<end><user>c<end><assistant>"
-    assert prompts.counted == {"reasoning_left_out": 1}
+    assert prompts.counted == {"data/reasoning_left_out": 1}
 
 
 def test_a_pair_reasons_and_must_be_two_sequences(forgetting: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_settings_of_training_that_do_not_fit_another_dataset_are_left_out() -> 
     assert not settings_of(streamed, "other.jsonl#5").streaming
 
 
+@pytest.mark.thorough
 def test_the_held_out_part_of_a_built_in_dataset_is_what_training_holds_out() -> None:
     training = PromptSource(DataConfig(path="arithmetic"), tokenizer=WORDS, seed=0)
     held_out = {prompt.text for prompt in training.evaluation_prompts()}

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from rlframe.tools.doctor import TORCH_OF
+from rlframe.tools.doctor.stack import ENGINES, GPU, TRANSFORMER_ENGINE, allows, package, release
 from tests.meta.checkout import ROOT
 
 LAUNCH = ROOT / "examples/launch"
@@ -91,9 +91,9 @@ def test_the_images_have_engines_and_torch_that_go_together(file: Path) -> None:
     steps = instructions(file)
     assert steps[0][0] == "FROM" and ":" in steps[0][1] and {name for name, _ in steps} <= INSTRUCTIONS
     pins = dict(text.split("=", 1) for name, text in steps if name == "ARG")
-    release = tuple(map(int, pins["ENGINE"].split(".")))
-    (needed,) = [torch for first, end, torch in TORCH_OF[engine] if first <= release < end]
-    assert pins["TORCH"].startswith(f"{needed}.")
+    (ran,) = [one for one in ENGINES if one.name == engine and one.first <= release(pins["ENGINE"]) < one.below]
+    assert pins["TORCH"].startswith(f"{ran.torch}.") and (ran.ran, ran.on) == (pins["ENGINE"], GPU)
+    assert pins["TRANSFORMER_ENGINE"] == TRANSFORMER_ENGINE and allows(package("ray").spec, pins["RAY"])
     runs = " ".join(text for name, text in steps if name == "RUN")
     assert f'"{engine}==$ENGINE" "torch==$TORCH"' in runs and f".[{engine},cuda,agents]" in runs
     assert all(f"${name}" in runs for name in pins), "a pin that nothing installs"

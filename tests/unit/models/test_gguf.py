@@ -13,6 +13,8 @@ from rlframe.models.hub import load_family, read_config, read_json
 from rlframe.tools.convert import main
 from rlframe.utils.errors import CheckpointError
 
+pytestmark = pytest.mark.later
+
 pytest.importorskip("accelerate")
 package = pytest.importorskip("gguf")
 quants = pytest.importorskip("gguf.quants")

@@ -1,10 +1,14 @@
 """The run's folder belongs to one configuration."""
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from rlframe.megatron.config.train import Schedule
 from rlframe.run import folder as output
 from rlframe.run.choices import CHOICES
 from rlframe.run.config import RunConfig
@@ -117,49 +121,66 @@ def test_an_edited_configuration_file_does_not_make_it_another_runs_folder(tmp_p
         claim(claim_again)
 
 
-def trained_in(folder: Path, *overrides: str) -> None:
-    """A folder of a run that has saved a checkpoint."""
-    claim(run_in(folder, *overrides))
+def course(folder: Path, **optimizer: Any) -> RunConfig:
+    """A run whose learning rate falls until the end, made without composing it again."""
+    base = whole_run()
+    train = replace(base.train, optimizer=replace(base.train.optimizer, **optimizer), num_minibatches=2)
+    return replace(base, output=str(folder), train=train)
+
+
+@cache
+def whole_run() -> RunConfig:
+    return load("grpo_qwen3_moe", ["steps=300"])
+
+
+def trained(run: RunConfig) -> Path:
+    """Claims the folder as a run does that saves a checkpoint."""
+    claim(run)
+    folder = Path(run.output)
     (folder / "checkpoints/step-00000005").mkdir(parents=True)
     (folder / "checkpoints/step-00000005/COMPLETE").write_text("")
+    return folder
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
-def test_a_schedule_that_follows_the_length_is_not_bent_by_another_length(schedule: str, tmp_path: Path) -> None:
-    settings = (f"train.optimizer.schedule={schedule}", "train.num_minibatches=2")
-    trained_in(tmp_path, *settings, "steps=300")
+@pytest.mark.parametrize("schedule", [Schedule.LINEAR, Schedule.COSINE, Schedule.WSD])
+def test_a_schedule_that_follows_the_length_is_not_bent_by_another_length(schedule: Schedule, tmp_path: Path) -> None:
+    trained(course(tmp_path, schedule=schedule))
     with pytest.raises(ConfigError) as caught:
-        claim(run_in(tmp_path, *settings, "steps=400"))
+        claim(replace(course(tmp_path, schedule=schedule), steps=400))
     assert list(map(str, caught.value.faults)) == [
         f"steps must be 300 as in {tmp_path / 'config.yaml'}, got 400: train.optimizer.schedule={schedule} follows the "
         "run's length, so that the learning rate would bend; set train.optimizer.decay_steps=600 to keep its "
         "course, or another number to give it a new one"
     ]
-    claim(run_in(tmp_path, *settings, "steps=400", "train.optimizer.decay_steps=600"))
+    longer = replace(course(tmp_path, schedule=schedule, decay_steps=600), steps=400)
+    claim(longer)
     # The same command resumes.
-    claim(run_in(tmp_path, *settings, "steps=400", "train.optimizer.decay_steps=600"))
+    claim(longer)
 
 
 def test_a_new_course_is_taken_where_it_is_asked_for_with_a_new_length(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained_in(tmp_path, "steps=300")
+    trained(course(tmp_path))
     with caplog.at_level("INFO"):
-        claim(run_in(tmp_path, "steps=400", "train.optimizer.decay_steps=400"))
-    assert "train.optimizer.decay_steps=400: the learning rate leaves the course that ended at 300" in caplog.text
-    with pytest.raises(ConfigError, match="decay_steps must be 400 as in .*, or change together with steps, got 350"):
-        claim(run_in(tmp_path, "steps=400", "train.optimizer.decay_steps=350"))
+        claim(replace(course(tmp_path, decay_steps=800), steps=400))
+    assert "train.optimizer.decay_steps=800: the learning rate leaves the course that ended at 600" in caplog.text
+    with pytest.raises(ConfigError, match="decay_steps must be 800 as in .*, or change together with steps, got 700"):
+        claim(replace(course(tmp_path, decay_steps=700), steps=400))
 
 
 def test_the_critics_course_is_kept_too(tmp_path: Path) -> None:
-    critic = ("algorithm=ppo", "critic.train.optimizer.lr=1e-3", "train.optimizer.schedule=constant")
-    trained_in(tmp_path, *critic, "critic.train.optimizer.schedule=cosine", "steps=300")
-    with pytest.raises(ConfigError, match="set critic.train.optimizer.decay_steps=300"):
-        claim(run_in(tmp_path, *critic, "critic.train.optimizer.schedule=cosine", "steps=400"))
+    run = course(tmp_path, schedule=Schedule.CONSTANT)
+    critic = replace(run.critic, train=course(tmp_path, schedule=Schedule.COSINE).train)
+    run = replace(run, critic=critic)
+    trained(run)
+    with pytest.raises(ConfigError, match="set critic.train.optimizer.decay_steps=600"):
+        claim(replace(run, steps=400))
 
 
 def test_a_constant_rate_and_a_run_without_a_checkpoint_are_extended_freely(tmp_path: Path) -> None:
-    trained_in(tmp_path / "constant", "train.optimizer.schedule=constant", "steps=300")
-    claim(run_in(tmp_path / "constant", "train.optimizer.schedule=constant", "steps=400"))
-    claim(run_in(tmp_path / "begun", "steps=300"))
-    claim(run_in(tmp_path / "begun", "steps=400"))
+    constant = course(tmp_path / "constant", schedule=Schedule.CONSTANT)
+    trained(constant)
+    claim(replace(constant, steps=400))
+    claim(course(tmp_path / "begun"))
+    claim(replace(course(tmp_path / "begun"), steps=400))

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlframe.algorithms.sft import SftConfig
+from rlframe.config.entries import deletions
+from rlframe.config.load import command_line
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
@@ -56,7 +58,6 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
         ("algorithm.name=gpro", "algorithm.name must be one of cispo, classification, "),
         ("algorithm.group_size=1", "algorithm.group_size must be at least 2 for grpo, got 1"),
         ("train.optimizer.lr=fast", "train.optimizer.lr must be a number, got 'fast'"),
-        ("data=gsm8k", "data.path must be given"),
         ("reward=exactmatch", "reward must name a file of configs/reward: exact_match, "),
         ("reward=exactmatch", "got 'exactmatch'; did you mean exact_match?"),
         ("algorithm=grpo,grp0", "got 'grp0'; did you mean grpo?"),
@@ -123,3 +124,53 @@ def test_a_setting_that_was_renamed_is_refused_with_its_new_name() -> None:
     assert "train.minibatches is now train.num_minibatches" in said
     assert "train.epochs is now train.epochs_per_batch" in said
     assert "weight_sync.transport must be one of auto, " in said and "it was renamed to reload" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gone"),
+    [
+        (["reward.parts.mine.name=length"], ["math", "format"]),
+        (["reward.parts.mine={name: length, weight: 2}"], ["math", "format"]),
+        (["reward.parts={mine: {name: length}}"], ["math", "format"]),
+        (["+reward.parts.mine.name=length"], []),
+        (["++reward.parts.mine.name=length"], []),
+        (["reward.parts.mine.name=length", "+reward.parts.other.name=length"], ["math", "format"]),
+        (["reward.parts.mine.name=length", "reward.parts.math.weight=0.5"], ["format"]),
+        (["reward.parts.math.name=length"], ["format"]),
+        (["reward.parts.math.weight=0.5"], []),
+        (["reward.parts.format=null"], []),
+        (["~reward.parts.format", "reward.parts.mine.name=length"], ["math"]),
+        (["reward=exact_match", "reward.parts.mine.name=length"], []),
+        (["reward.workers=3", "steps=1"], []),
+        (["~reward", "reward.parts.mine.name=length"], []),
+        (["~reward.parts", "reward.parts.mine.name=length"], []),
+    ],
+)
+def test_rewards_of_the_command_line_replace_those_of_the_files(overrides: list[str], gone: list[str]) -> None:
+    there = {"math": {"name": "math_verify"}, "format": {"name": "format"}}
+    assert deletions("reward.parts", overrides, there) == [f"~reward.parts.{name}" for name in gone]
+
+
+def test_what_is_replaced_is_removed_beside_what_replaces_it() -> None:
+    arguments = ["--cfg", "job", "seed=1", "reward.parts.mine.name=length"]
+    assert command_line(arguments, default_name="grpo_qwen3_moe") == [
+        "--cfg", "job", "++seed=1", "~reward.parts.exact_match", "++reward.parts.mine.name=length",
+    ]  # fmt: skip
+    assert list(load("grpo_qwen3_moe", arguments[2:]).reward.parts) == ["mine"]
+
+
+def test_a_line_of_the_log_says_which_rewards_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        command_line(["+reward.parts.mine.name=length"], default_name="grpo_qwen3_moe")
+    assert caplog.text == ""
+    with caplog.at_level("INFO"):
+        command_line(["reward.parts.mine.name=length"], default_name="grpo_qwen3_moe")
+    assert "reward.parts of the command line replaces exact_match; +reward.parts.NAME would add to it" in caplog.text
+
+
+def test_a_file_that_inherits_adds_rewards_and_leaves_out_with_null(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [grpo_qwen3_moe, _self_]\nreward:\n  parts:\n    mine: {name: length}\n")
+    assert list(load("mine", config_dir=str(tmp_path)).reward.parts) == ["exact_match", "mine"]
+    file.write_text(file.read_text() + "    exact_match: null\n")
+    assert list(load("mine", config_dir=str(tmp_path)).reward.parts) == ["mine"]

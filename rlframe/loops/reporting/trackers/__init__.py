@@ -30,11 +30,12 @@ def trackers(
     info = RunInfo(folder=folder, name=name, config=resolved, group=config.group, tags=tuple(config.tags))
     if config.tensorboard:
         yield TensorBoard(folder / "tensorboard", done_steps or 0)
-    makes: dict[str, Callable[[], Tracker] | None] = {
-        "wandb_project": config.wandb_project and partial(Wandb, config.wandb_project, config.wandb_entity, info),
-        "mlflow_experiment": config.mlflow_experiment and partial(Mlflow, config.mlflow_experiment, info),
-        "trackio_project": config.trackio_project and partial(Trackio, config.trackio_project, info),
-    }
+    makes: dict[str, Callable[[], Tracker]] = {}
+    if config.wandb_project:
+        makes["wandb_project"] = partial(Wandb, config.wandb_project, config.wandb_entity, info)
+    if config.mlflow_experiment:
+        makes["mlflow_experiment"] = partial(Mlflow, config.mlflow_experiment, info)
+    if config.trackio_project:
+        makes["trackio_project"] = partial(Trackio, config.trackio_project, info)
     for setting, make in makes.items():
-        if make:
-            yield Uploads(setting.partition("_")[0], make, setting=f"logging.{setting}")
+        yield Uploads(setting.partition("_")[0], make, setting=f"logging.{setting}")

@@ -28,7 +28,7 @@ class Tracker(Protocol):
         ...
 
     def rewind(self, done_steps: int) -> None:
-        """Learns that the steps after `done_steps` run again."""
+        """Notes that the steps after `done_steps` run again."""
         ...
 
     def close(self, *, failed: bool) -> None:

@@ -18,9 +18,10 @@ class Wandb:
     """Uploads to Weights & Biases, or with WANDB_MODE=offline writes what `wandb sync` uploads."""
 
     def __init__(self, project: str, entity: str | None, info: RunInfo):
-        """
+        """Begins the run, or goes on with it.
+
         Raises:
-            ConfigError: nobody is logged in, or the server does not answer.
+            ConfigError: nobody is logged in.
         """
         import wandb  # noqa: PLC0415 - optional
 

@@ -62,7 +62,7 @@ def rank(folder: Path, number: int, doing: str) -> Iterator[WorkerInfo]:
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
             yield WorkerInfo(
-                role="policy", rank=number, node_id="", host=socket.gethostname(), address="", pid=process.pid,
+                role="policy", rank=number, node_id="", host=socket.gethostname(), address="127.0.0.1", pid=process.pid,
                 log=str(log),
             )  # fmt: skip
         finally:

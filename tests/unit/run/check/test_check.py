@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,11 @@ def copy_tokenizer(folder: Path) -> None:
     """Puts the embedded model's tokenizer into the folder."""
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(EMBEDDED / "qwen3_moe_tiny" / name, folder / name)
+
+
+def h200(_: int) -> SimpleNamespace:
+    """What torch tells of a device."""
+    return SimpleNamespace(name="NVIDIA H200", total_memory=150_000_000_000)
 
 
 def faults(model: str, *overrides: str, config: str = "grpo_qwen3_moe") -> list[str]:
@@ -195,6 +201,7 @@ def test_an_engine_that_cannot_keep_its_cache_is_not_told_to(model: str, monkeyp
 def test_engines_of_several_devices_are_counted_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.get_device_properties", h200)
     monkeypatch.setattr("rlframe.run.check.devices.missing", lambda package: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     wide = ["cluster.device=cuda", "rollout=vllm", "rollout.tp=2"]
@@ -243,6 +250,7 @@ def test_a_fault_of_the_critic_names_its_key(model: str, overrides: list[str], p
 def test_a_critic_of_its_own_needs_devices(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_properties", h200)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     wide = ["algorithm=ppo", "cluster.device=cuda", "train.parallel=d2", "critic.train.parallel=d2"]
     assert faults(model, *wide) == []

@@ -1,5 +1,6 @@
 """What is checked of a cluster before it is joined, on a driver that may have other devices than its nodes."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,19 @@ def test_variables_that_training_sets_are_refused() -> None:
         run_of("cluster.runtime_env.env_vars.CUBLAS_WORKSPACE_CONFIG=x", "train.deterministic=true")
     )
     assert str(fault).startswith("cluster.runtime_env.env_vars.CUBLAS_WORKSPACE_CONFIG is set by rlframe for each rank")
+
+
+def test_what_the_job_gives_workers_too_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of("cluster.runtime_env.env_vars.NCCL_DEBUG=INFO", "cluster.runtime_env.env_vars.HF_HOME=/shared")
+    assert list(cluster.job_environment(run)) == []
+    given = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "WARN", "OTHER": "1"}, "working_dir": "gcs://x.zip"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(given))
+    (fault,) = cluster.job_environment(run)
+    assert str(fault).startswith(
+        "cluster.runtime_env.env_vars.NCCL_DEBUG is set by the runtime environment of this Ray job too; set it in one"
+    )
+    monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    assert list(cluster.job_environment(run)) == []
 
 
 def test_secrets_of_workers_are_hidden_in_the_folder(tmp_path: Path) -> None:

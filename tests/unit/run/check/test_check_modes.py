@@ -12,9 +12,18 @@ from rlframe.run.roles import topology
 from rlframe.utils.errors import ConfigError
 
 
+@pytest.fixture(autouse=True)
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts a few sums in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    records = [{"prompt": f"{number}+1=", "answer": f"{number + 1}"} for number in range(20)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def faults(*overrides: str, config: str = "grpo_qwen3_moe") -> list[str]:
+    data = [] if config.startswith("dpo") else ["data.path=sums.jsonl"]
     try:
-        check(load(config, overrides))
+        check(load(config, [*data, *overrides]))
     except ConfigError as error:
         return list(map(str, error.faults))
     return []
@@ -27,7 +36,14 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("config", ["grpo_qwen3_moe", "grpo_qwen3_moe_async", "dpo_qwen3_moe_tiny"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "grpo_qwen3_moe",
+        pytest.param("grpo_qwen3_moe_async", marks=pytest.mark.thorough),
+        pytest.param("dpo_qwen3_moe_tiny", marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize("mode", ["train", "evaluate", "generate"])
 def test_a_recipe_works_in_every_mode_and_with_no_steps(config: str, mode: str) -> None:
     steps = ["steps=0", "train.optimizer.schedule=linear"] if mode == "train" else []
@@ -129,3 +145,20 @@ def test_a_fault_elsewhere_does_not_hide_the_mode() -> None:
             {"name": "x", "output": "x", "mode": "generate", "algorithm": {"name": "grpo"}, "generation": {"top_p": 2}}
         )
     assert "generation.top_p must be at most 1, got 2" in str(refusal.value)
+
+
+def test_sets_alone_are_worth_an_evaluation() -> None:
+    nothing = ["data.evaluation_count=0", "evaluation.every_steps=2", "evaluation.max_tokens=4"]
+    assert len(faults(*nothing)) == 2
+    assert faults(*nothing, "evaluation.sets.math.path=sums.jsonl#8") == []
+
+
+def test_the_folder_of_a_run_is_not_its_model(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    (fault,) = faults("mode=evaluate", f"model.path={tmp_path / 'run'}")
+    assert fault.endswith(f"is not a model in Hugging Face format; did you mean {tmp_path / 'run' / 'model'}?")
+    (tmp_path / "step" / "training").mkdir(parents=True)
+    (tmp_path / "step" / "training" / ".metadata").touch()
+    (fault,) = faults("mode=evaluate", f"model.path={tmp_path / 'step'}")
+    assert "it is a checkpoint of training, which python -m rlframe.tools.convert makes a model of" in fault

@@ -64,7 +64,7 @@ def test_every_setting_has_a_docstring_and_every_section_a_text() -> None:
 @pytest.mark.parametrize(
     ("key", "words", "default"),
     [
-        ("steps", "int, 1 to 1000000000", "100"),
+        ("prompts_per_step", "int, 1 to 16777216", "32"),
         ("train.optimizer.lr", "float, above 0, at most 10", "1e-06"),
         ("train.optimizer.schedule", "one of constant, linear, cosine, wsd", "constant"),
         ("train.optimizer.decay_steps", "int, 1 to 1000000000 (null: the whole run) or null", "null"),

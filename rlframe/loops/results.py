@@ -34,7 +34,7 @@ def result_of(evaluated: Evaluated) -> Result:
     return Result(count=len(chosen.prompts), settings=settings, metrics=evaluated.metrics())
 
 
-def write_results(folder: Path, results: Mapping[str, Result], *, model: str, seconds: Mapping[str, float]) -> None:
+def write_results(folder: Path, results: Mapping[str, Result], *, model: str, seconds: Mapping[str, Any]) -> None:
     """Writes the results of all sets, by name, to `results.json`.
 
     Args:

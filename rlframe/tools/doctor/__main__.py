@@ -1,0 +1,7 @@
+"""Runs the program."""
+
+import sys
+
+from rlframe.tools.doctor import main
+
+sys.exit(main())

@@ -1,0 +1,47 @@
+"""Plans of published dimensions on H200, from config.json alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlframe.run.check.context import algorithm_of
+from rlframe.run.load import load
+from rlframe.run.preflight.devices import KINDS
+from rlframe.run.preflight.plan import Plan, plan
+from tests.unit.tools.test_plan_sync import QWEN3_30B
+
+QWEN3_4B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "head_dim": 128,
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 9728,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+CUDA = ["train=cuda", "cluster=cuda", "rollout=vllm", "rollout.max_tokens=4096", "prompts_per_step=64"]
+
+
+def folder(path: Path, hf: dict[str, Any]) -> str:
+    """A model that has a config.json and nothing else."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(hf))
+    return str(path)
+
+
+def planned(path: Path, hf: dict[str, Any], *overrides: str, device: str = "h200") -> Plan:
+    """The plan of GRPO with `hf` on such devices."""
+    run = load("grpo_qwen3_moe", [*CUDA, f"model.path={folder(path, hf)}", *overrides])
+    return plan(run, algorithm_of(run), KINDS[device])
+
+
+MOE = QWEN3_30B

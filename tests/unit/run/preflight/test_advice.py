@@ -1,0 +1,112 @@
+"""What does not fit is refused with changes that make it fit, and layouts that are proposed fit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlframe.run.check import checked, memory
+from rlframe.run.check.context import algorithm_of
+from rlframe.run.load import load
+from rlframe.run.preflight.advice import advise
+from rlframe.run.preflight.explain import explained
+from rlframe.run.preflight.layouts import best
+from rlframe.run.preflight.parts import Phase
+from rlframe.run.preflight.plan import plan
+from rlframe.utils.errors import ConfigError, OutOfMemory
+from tests.unit.run.preflight.models import CUDA, MOE, QWEN3_4B, folder, planned
+
+GIANT = MOE | {"hidden_size": 2048 * 64}
+"""Two trillion parameters, more than the memory of any host."""
+
+
+def test_what_fits_is_not_refused(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", QWEN3_4B, "train.offload_optimizer=true", "train.recompute=full")
+    assert found.fits and list(memory.device_faults(found)) == []
+
+
+def test_what_cannot_fit_is_refused_with_changes_that_make_it_fit(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", MOE, "train.parallel=d8e8", "rollout.num_engines=8", "train.recompute=full")
+    (fault,) = memory.device_faults(found)
+    assert str(fault.key) == "cluster.preflight" and "generation takes" in str(fault)
+    assert "train.offload_optimizer=true (from false) frees" in str(fault) and "the run fits" in str(fault)
+    advice = advise(found)
+    assert all(each.fits and each.plan.fits for each in advice)
+    for each in advice:
+        assert each.frees == pytest.approx(found.worst.peak_bytes - each.plan.worst.peak_bytes)
+
+
+def test_changes_are_combined_where_none_is_enough(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", MOE, "train.parallel=d4e4", "rollout.num_engines=4", device="h100")
+    advice = advise(found)
+    assert not any(each.fits for each in advice[:-1])
+    assert advice[-1].fits and len(advice[-1].changes) > 1
+
+
+def test_an_engine_without_room_for_a_sequence_is_refused(tmp_path: Path) -> None:
+    found = planned(
+        tmp_path / "a",
+        MOE,
+        "rollout.gpu_memory_utilization=0.2",
+        "cluster.colocate=false",
+        "train.parallel=d8e8",
+        "train.recompute=full",
+    )
+    assert found.engine is not None and found.engine.cache_tokens == 0
+    faults = [str(fault) for fault in memory.device_faults(found)]
+    assert len(faults) == 1 and faults[0].startswith("rollout.gpu_memory_utilization leaves no room")
+
+
+def test_a_cpu_run_is_refused_only_if_weights_and_optimizer_alone_exceed_the_machine(tmp_path: Path) -> None:
+    overrides = [f"model.path={folder(tmp_path / 'giant', GIANT)}", "train.parallel=d1", "cluster.device=cpu"]
+    run = load("grpo_qwen3_moe", overrides)
+    (fault,) = memory.faults(run)
+    assert "this machine has" in str(fault) and "cluster.preflight=off" in str(fault)
+    run.cluster.preflight = memory.Preflight.OFF
+    assert list(memory.faults(run)) == []
+    assert list(memory.faults(load("grpo_qwen3_moe"))) == []
+
+
+@pytest.mark.thorough
+def test_the_refusal_comes_with_all_other_faults_before_anything_starts(tmp_path: Path) -> None:
+    run = load("grpo_qwen3_moe", [f"model.path={folder(tmp_path / 'giant', GIANT)}"])
+    values = {"name": "x", "output": str(tmp_path), "algorithm": {"name": "grpo"}, "model": {"path": run.model.path}}
+    with pytest.raises(ConfigError, match="this machine has"):
+        checked(values | {"train": {"dtype": "float32"}})
+
+
+def test_proposed_layouts_fit_and_are_in_the_order_of_their_seconds(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", MOE, "train.parallel=d8e8", "rollout.num_engines=8")
+    layouts = best(found, 8)
+    assert len(layouts) == 3 and all(layout.plan.fits and layout.plan.num_devices == 8 for layout in layouts)
+    totals = [layout.plan.total_seconds for layout in layouts]
+    assert totals == sorted(totals)
+    # The arguments give the same plan.
+    run = load("grpo_qwen3_moe", [*CUDA, f"model.path={found.run.model.path}", *map(unquoted, layouts[0].overrides)])
+    again = plan(run, algorithm_of(run), found.accelerator)
+    assert (
+        again.total_seconds == pytest.approx(totals[0]) and again.worst.peak_bytes == layouts[0].plan.worst.peak_bytes
+    )
+
+
+def unquoted(text: str) -> str:
+    """An argument as the shell passes it on; settings that a group of YAML leaves out need no plus here."""
+    return text.replace("'", "")
+
+
+def test_an_error_of_memory_says_what_was_predicted_and_what_would_free_memory(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1")
+    error = OutOfMemory("policy", 0, "train", "CUDA out of memory.", "NVIDIA H200", found.accelerator.memory_bytes)
+    told = explained(found.run, found.algorithm, error)
+    lines = str(told).splitlines()
+    assert lines[0] == "policy rank 0 ran out of the memory of NVIDIA H200 in train: CUDA out of memory."
+    gigabytes = found.devices[0].bytes_at(Phase.TRAIN) / 1e9
+    assert lines[1].startswith(f"predicted for train: {gigabytes:.2f} GB on each of 1 devices with policy, engines")
+    assert any("train.recompute=full (from none) would free" in line for line in lines[2:])
+
+
+def test_an_error_of_an_unknown_role_keeps_its_text(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", QWEN3_4B)
+    broken = replace(found.run, train=replace(found.run.train, parallel="d1t3"))
+    error = OutOfMemory("policy", 0, "train", "CUDA out of memory.")
+    assert explained(broken, found.algorithm, error) is error

@@ -1,0 +1,136 @@
+"""Memory of a rank and of a device: golden numbers worked by hand from the published dimensions."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.models.families.base import Family
+from rlframe.models.families.qwen3 import FAMILY as QWEN3
+from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
+from rlframe.models.shards import parameters, shards_of_rank
+from rlframe.run.preflight.devices import KINDS, named
+from rlframe.run.preflight.parts import Part, Phase, Process
+from rlframe.run.preflight.plan import Plan
+from rlframe.run.preflight.weights import Counter
+from tests.unit.run.preflight.models import MOE, QWEN3_4B, planned
+
+ATTENTION = 2048 * (32 + 4 + 4) * 128 + 32 * 128 * 2048 + 2 * 128
+"""Parameters of a layer of Qwen3-30B-A3B: query, key, value and output matrices, and two norms of heads."""
+EXPERT = 3 * 2048 * 768
+EMBEDDING = 151936 * 2048
+
+
+def part(found: Plan, phase: Phase, name: str) -> float:
+    """Bytes of a part of the policy."""
+    return next(each.bytes for role, each in found.devices[0].at(phase) if (role, each.name) == ("policy", name))
+
+
+def test_parameters_of_a_rank_are_those_of_the_published_dimensions() -> None:
+    counter = Counter(QWEN3_MOE, QWEN3_MOE.architecture(MOE))
+    (whole,) = counter.stages(Parallel())
+    layer = ATTENTION + 2 * 2048 + 128 * 2048
+    assert whole.experts == 48 * 128 * EXPERT
+    assert whole.dense == 48 * layer + 2 * EMBEDDING + 2048
+    assert whole.all == 30_532_122_624
+    (shared,) = counter.stages(Parallel(dp=4, ep=4))
+    assert (shared.dense, shared.experts) == (whole.dense, whole.experts // 4)
+
+
+@pytest.mark.parametrize("text", ["d2", "d1t2", "d2p2", "d2e2", "d1t2|ffn:d1t1e2", "d1p2t2v2"])
+@pytest.mark.parametrize(
+    ("family", "hf"), [(QWEN3, QWEN3_4B | {"num_hidden_layers": 4}), (QWEN3_MOE, MOE | {"num_hidden_layers": 4})]
+)
+def test_parameters_are_those_of_the_shapes_that_ranks_build(family: Family, hf: dict, text: str) -> None:
+    parallel, architecture = Parallel.parse(text), family.architecture(hf)
+    if parallel.ep > 1 and not architecture.num_experts:
+        pytest.skip("dense")
+    sizes = {name: getattr(parallel, name) for name in ("dp", "tp", "cp", "ep", "etp")}
+    for stage in Counter(family, architecture).stages(parallel):
+        rank = stage.stage * parallel.tp * parallel.cp * parallel.dp
+        shards = shards_of_rank(architecture, rank, **sizes, **parallel.stages)
+        built = {name: math.prod(shape) for name, shape in parameters(family, architecture, shards).items()}
+        assert stage.experts == sum(size for name, size in built.items() if ".experts." in name)
+        assert stage.all == sum(built.values())
+
+
+def test_an_adapter_of_rank_r_has_r_numbers_for_each_row_and_column() -> None:
+    counter = Counter(QWEN3, QWEN3.architecture(QWEN3_4B))
+    (found,) = counter.stages(Parallel(), LoraConfig(rank=8, target_modules=["q_proj", "linear_fc2"]))
+    assert found.trained_dense == 36 * 8 * ((2560 + 4096) + (9728 + 2560))
+    assert found.adapted == 36 * (2560 * 4096 + 9728 * 2560)
+
+
+def test_states_take_eighteen_bytes_a_parameter_and_are_shared_by_the_ranks_that_hold_copies(tmp_path: Path) -> None:
+    one = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1")
+    parameters = 4_022_468_096
+    assert part(one, Phase.TRAIN, "parameters") == 2 * parameters
+    assert part(one, Phase.TRAIN, "gradients") == 4 * parameters
+    assert part(one, Phase.TRAIN, "main weights") == 4 * parameters
+    assert part(one, Phase.TRAIN, "moments") == 8 * parameters
+    four = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d4", "train.optimizer.precision_aware=true")
+    assert part(four, Phase.TRAIN, "gradients") == 4 * parameters
+    assert part(four, Phase.TRAIN, "main weights") == 2 * parameters / 4
+    assert part(four, Phase.TRAIN, "moments") == 8 * parameters / 4
+
+
+def test_experts_are_shared_by_their_own_copies(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", MOE, "train.parallel=d8e4")
+    experts = 48 * 128 * EXPERT / 4
+    dense = 48 * (ATTENTION + 2 * 2048 + 128 * 2048) + 2 * EMBEDDING + 2048
+    assert part(found, Phase.TRAIN, "moments") == 8 * (dense / 8 + experts / 2)
+
+
+def test_a_layer_without_recomputation_keeps_what_its_products_and_norms_read(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1", "train.max_tokens_per_microbatch=16384")
+    hidden, queries, keys, width = 2560, 32 * 128, 8 * 128, 9728
+    # Two norms, in and out; queries and keys before their norms; queries, keys, values; output; logarithms; SwiGLU.
+    layer = 4 * hidden * 2 + (queries + keys) * 2 + (queries + 2 * keys) * 2 + queries * 2 + 32 * 4 + 3 * width * 2
+    assert part(found, Phase.TRAIN, "activations") == 16384 * 36 * layer
+    assert part(found, Phase.TRAIN, "logits") == 16384 * 151936 * 2
+
+
+def test_tensor_parallel_ranks_share_activations_and_pipeline_stages_hold_several_micro_batches(tmp_path: Path) -> None:
+    whole = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1")
+    split = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1t4")
+    assert part(split, Phase.TRAIN, "activations") == pytest.approx(part(whole, Phase.TRAIN, "activations") / 4)
+    staged = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1p2")
+    first, last = (staged.trainer.rank(stage) for stage in staged.trainer.stages())
+    kept = {part.name: part.bytes for part in first.work[Phase.TRAIN]}["activations"]
+    assert kept == pytest.approx(part(whole, Phase.TRAIN, "activations"))
+    assert {part.name: part.bytes for part in last.work[Phase.TRAIN]}["activations"] == pytest.approx(kept / 2)
+
+
+def test_a_device_has_the_speeds_of_its_kind_whatever_the_driver_calls_it() -> None:
+    found = named("NVIDIA H200", 150_000_000_000)
+    assert (found.memory_bytes, found.speeds) == (150_000_000_000, KINDS["h200"].speeds)
+    assert named("NVIDIA A100-SXM4-40GB", 1).speeds in (KINDS["a100"].speeds, KINDS["a100-40gb"].speeds)
+    assert named("Something else", 1).speeds is None and not named("Something else", 1).is_cpu
+
+
+def test_an_engine_claims_its_part_of_the_device_and_its_cache_is_the_rest(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", QWEN3_4B, "rollout.gpu_memory_utilization=0.5")
+    engine = found.engine
+    assert engine is not None and engine.token_bytes == 147_456
+    claimed = sum(part.bytes for part in engine.process().at(Phase.GENERATION) if part.name != "CUDA graphs")
+    assert claimed == pytest.approx(found.accelerator.memory_bytes / 2)
+
+
+def test_a_process_that_does_not_sleep_keeps_the_memory_of_its_work() -> None:
+    work = {Phase.TRAIN: (Part("activations", 5.0),), Phase.LOGPROBS: (Part("logits", 3.0),)}
+    awake = Process(role="policy", resident=(Part("parameters", 2.0),), work=work)
+    assert [sum(part.bytes for part in awake.at(phase)) for phase in (Phase.TRAIN, Phase.GENERATION)] == [7.0, 7.0]
+    sleeper = Process(role="policy", resident=(Part("parameters", 2.0),), asleep=(Part("parameters", 1.0),), work=work)
+    assert sum(part.bytes for part in sleeper.at(Phase.GENERATION)) == 1.0
+
+
+def test_main_weights_and_moments_that_wait_in_host_memory_leave_the_device(tmp_path: Path) -> None:
+    overrides = ("rollout.gpu_memory_utilization=0.5", "train.recompute=full")
+    stays = planned(tmp_path / "a", QWEN3_4B, *overrides)
+    sleeps = planned(tmp_path / "a", QWEN3_4B, *overrides, "train.offload_optimizer=true")
+    freed = stays.devices[0].bytes_at(Phase.GENERATION) - sleeps.devices[0].bytes_at(Phase.GENERATION)
+    transient = sum(part.bytes for part in stays.trainer.process().work[Phase.TRAIN])
+    assert freed == pytest.approx(16 * 4_022_468_096 + transient)
+    assert sleeps.host_bytes - stays.host_bytes == 12 * 4_022_468_096

@@ -1,0 +1,59 @@
+"""Operations against what the benchmarks of training count, and the model of decoding against hand arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlframe.models.families.qwen3 import FAMILY as QWEN3
+from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
+from rlframe.run.preflight import constants, seconds
+from rlframe.run.preflight.seconds import Responses
+from tests.unit.run.preflight.models import MOE, QWEN3_4B, planned
+
+RESULTS = Path(__file__).parents[4] / "examples/benchmarks/results"
+
+
+@pytest.mark.parametrize(("name", "family"), [("qwen3_4b", QWEN3), ("qwen3_30b_a3b_ep4", QWEN3_MOE)])
+def test_operations_are_those_that_the_benchmarks_count(name: str, family) -> None:  # noqa: ANN001
+    (case,) = json.loads((RESULTS / f"train_step_{name}.json").read_text())["cases"].values()
+    architecture = family.architecture(case["config"])
+    length = seconds.mean_length(case["lengths"])
+    assert seconds.training_operations(architecture, mean_length=length) == pytest.approx(case["flops_per_token"])
+
+
+def test_a_decode_step_of_one_request_reads_every_weight_once(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", QWEN3_4B)
+    engine, speeds = found.engine, found.accelerator.speeds
+    assert engine is not None and speeds is not None
+    one = Responses(sequences=1, prompt_tokens=0, tokens=100, longest=100)
+    step = 2 * 4_022_468_096 / (speeds.memory * constants.DECODE_EFFICIENCY) + 36 * constants.DECODE_LAYER_S
+    cache = 100 * 50 * 147_456 / (speeds.memory * constants.DECODE_EFFICIENCY)
+    assert seconds.generation(engine, speeds, one, 0.0) == pytest.approx(100 * step + cache)
+
+
+def test_one_token_reads_its_own_experts_and_many_read_all(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", MOE)
+    assert found.engine is not None
+    experts = 48 * 128 * 3 * 2048 * 768
+    dense = 30_532_122_624 - experts - 151936 * 2048
+    assert seconds.weights_read(found.engine, 1.0) == pytest.approx(2 * (dense + experts * 8 / 128))
+    assert seconds.weights_read(found.engine, 1000.0) == pytest.approx(2 * (dense + experts))
+
+
+def test_micro_batches_are_whole_sequences_and_a_pipeline_waits_for_its_stages(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d2p2", "train.max_tokens_per_microbatch=16384")
+    # 64 prompts * 8 sequences of 5,120 tokens: 256 on each rank, 3 a micro-batch.
+    assert (found.division.microbatches, found.division.tokens, found.division.updates) == (86, 16384, 1)
+    timed = found.timed(found.trainer, found.division)
+    slowest = max(timed.one_pass(stage, backward=True).seconds for stage in found.trainer.stages())
+    assert timed.passes(backward=True) == pytest.approx(87 * slowest)
+
+
+def test_sampling_beside_training_hides_the_shorter_of_the_two(tmp_path: Path) -> None:
+    split = ("cluster.colocate=false", "train.parallel=d2")
+    turns = planned(tmp_path / "a", QWEN3_4B, *split)
+    beside = planned(tmp_path / "a", QWEN3_4B, *split, "loop.max_policy_lag=1")
+    assert turns.total_seconds == pytest.approx(sum(turns.step_seconds.values()))
+    sampling = beside.step_seconds["generation"]
+    assert beside.total_seconds == pytest.approx(max(sampling, sum(beside.step_seconds.values()) - sampling))

@@ -4,19 +4,19 @@ The page of one run is report.html in its folder, that of several is report.html
 finished run, on one that was killed, and on one that is running.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlframe.loops.report.page import REPORT, write_page
+from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.text import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the page of the runs on the command line. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m rlframe.tools.report", description=__doc__)
+    parser = Parser(prog="python -m rlframe.tools.report", description=__doc__)
     parser.add_argument("outputs", nargs="+", type=Path, metavar="OUTPUT", help="a run's folder")
     parser.add_argument("--to", type=Path, metavar="FILE", help="the file to write")
     options = parser.parse_args(arguments)

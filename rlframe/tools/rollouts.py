@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.loops.reporting.samples import read_samples, sample_files
+from rlframe.utils.arguments import Parser
 from rlframe.utils.text import printable
 
 NOTHING_FOUND = 1
@@ -42,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Returns the parser of the command line."""
-    made = argparse.ArgumentParser(prog="python -m rlframe.tools.rollouts", description=__doc__)
+    made = Parser(prog="python -m rlframe.tools.rollouts", description=__doc__)
     made.add_argument("output", type=Path, help="the run's folder")
     made.add_argument("--step", type=int, help="only this step; default: all")
     made.add_argument("--evaluation", action="store_true", help="only answers to held-out prompts")

@@ -174,7 +174,7 @@ def launch(composed: DictConfig) -> Job:
     try:
         with telling_what_is_awaited() as begin:
             run = prepare(composed)
-            with closing(claim(run)) as lock:
+            with closing(claim(run, job.overrides)) as lock:
                 job.output = run.output
                 stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
                 from rlframe.run.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray

@@ -222,6 +222,46 @@ class EvaluationConfig:
                 )
 
 
+class Keep(StrEnum):
+    """Choices of attempts that are kept token by token."""
+
+    FIRST = "first"
+    """The first ones of the batch."""
+    RANDOM = "random"
+    """Any, the same ones in a run that is done again."""
+    BEST = "best"
+    """The ones with the highest reward, among equals the ones with the greatest advantage."""
+    WORST = "worst"
+    """The ones with the lowest reward, among equals the ones with the smallest advantage."""
+    ALL = "all"
+    """All of them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplesConfig:
+    """Settings of the attempts that are kept token by token in `samples/`, for report.html and
+    rlframe.tools.rollouts."""
+
+    keep: list[Keep] = field(default_factory=lambda: [Keep.BEST, Keep.WORST, Keep.RANDOM])
+    """Choices of attempts of each step: first, random, best, worst, or all. [] keeps none."""
+    of_each: Annotated[int, Range(1, 10**6)] = 2
+    """Number of attempts of each choice and step. `all` keeps all."""
+    trainer_logprobs: bool = False
+    """Whether the trainer scores the kept attempts before it trains on them, where the step does not need such
+    logprobs anyway. They show where trainer and engine disagree, and cost one forward pass of the kept attempts."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if len(set(self.keep)) < len(self.keep):
+            raise SettingError("keep", "must name each choice once", got=[str(each) for each in self.keep])
+        if Keep.ALL in self.keep and len(self.keep) > 1:
+            raise SettingError(
+                "keep", "must be [all] alone, which has the others", got=[str(each) for each in self.keep]
+            )
+        if self.trainer_logprobs and not self.keep:
+            raise SettingError("trainer_logprobs", "has no effect with keep=[]; remove it", got="true")
+
+
 @dataclass(kw_only=True, slots=True)
 class LoggingConfig:
     """Settings of a run's logs. metrics.jsonl and samples.jsonl are always written."""
@@ -247,6 +287,11 @@ class LoggingConfig:
     sample_table_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 10
     """Number of steps between two tables with those rollouts at the trackers and in TensorBoard. Evaluations always
     have one. 0 writes none."""
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    """The attempts that are kept token by token."""
+    report: bool = True
+    """Whether to write report.html, after the first step, about every minute and at the end. Needs the extra
+    `report`."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

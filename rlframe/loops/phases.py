@@ -21,15 +21,24 @@ class Sleeper(Protocol):
 class Phases:
     """Times phases. If roles share devices, wakes the role of a phase and puts the others to sleep."""
 
-    def __init__(self, *, sharing: list[Sleeper], announce: Callable[[str], None]):
+    def __init__(
+        self,
+        *,
+        sharing: list[Sleeper],
+        announce: Callable[[str], None],
+        ended: Callable[[str, object, float], None] | None = None,
+    ):
         """
         Args:
             sharing: roles that must sleep when a phase runs on another one; empty if there is memory for all.
             announce: called with the name of each phase as it begins, for the progress bar.
+            ended: called with the name of each phase as it ends, its role and its seconds, those of phases inside it
+                included.
         """
         self._awake = {id(role): True for role in sharing}
         self._sharing = sharing
         self._announce = announce
+        self._ended = ended
         self._seconds: dict[str, float] = {}
         self._began: float | None = None
         """Time at which the first phase of the step began."""
@@ -58,6 +67,8 @@ class Phases:
         elapsed = whole - inside
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
         self.totals[name] = self.totals.get(name, 0.0) + elapsed
+        if self._ended:
+            self._ended(name, on, whole)
 
     def sleep_others(self, on: object) -> None:
         """Wakes the role `on` and puts the roles that share its devices to sleep."""

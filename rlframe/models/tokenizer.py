@@ -48,6 +48,13 @@ def load(folder: Path, *, chat_template: str | None = None) -> "PreTrainedTokeni
     return tokenizer
 
 
+def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
+    """Returns the text of one token by itself, its leading space included. A part of a character is U+FFFD."""
+    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    begins_word = str(tokenizer.convert_ids_to_tokens(token)).startswith("\u2581")
+    return f" {text}" if begins_word and not text.startswith(" ") else text
+
+
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns 16 hex digits that another vocabulary, or other special tokens, would change."""
     named = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_tokens), tokenizer.eos_token]

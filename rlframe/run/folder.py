@@ -4,7 +4,7 @@ time."""
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from rlframe.utils.errors import CheckpointError, ConfigError, OutputError
 from rlframe.utils.faults import Fault
 from rlframe.utils.files import write_whole, writing
 from rlframe.utils.lock import FolderLock
-from rlframe.utils.secrets import without_secrets
+from rlframe.utils.secrets import hidden, without_secrets
 
 logger = logging.getLogger(__name__)
-
+OVERRIDES = "overrides.yaml"
 FREE_ON_RESUME = (
     "output",
     "steps",
@@ -55,9 +55,10 @@ COURSES = ("train.optimizer", "critic.train.optimizer")
 """Sections whose decay_steps may change with `steps`, but not by itself."""
 
 
-def claim(run: RunConfig) -> FolderLock:
+def claim(run: RunConfig, overrides: Sequence[str] = ()) -> FolderLock:
     """Creates the folder of the run in its mode, if needed, and returns its lock. Writes the resolved configuration to
-    `config.yaml` and the run's identity to `run.json`. The folder belongs to this process until the lock is closed.
+    `config.yaml`, what the command set beyond its config file to `overrides.yaml`, and the run's identity to
+    `run.json`. The folder belongs to this process until the lock is closed.
 
     A folder with the same configuration is a run to resume. Settings of FREE_ON_RESUME may differ, such as `steps`,
     `cluster.*` and `train.parallel`. Where the learning rate follows the run's length, another `steps` needs a
@@ -76,6 +77,7 @@ def claim(run: RunConfig) -> FolderLock:
         lock = FolderLock(folder)
         try:
             _settle(folder, without_secrets(as_dict(run)))
+            write_whole(folder / OVERRIDES, yaml.safe_dump([hidden(each) for each in overrides]).encode())
         except BaseException:
             lock.close()
             raise

@@ -6,13 +6,17 @@ import math
 import pathlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tqdm import tqdm
 
 from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.config import LoggingConfig
+from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
+from rlframe.loops.reporting.timeline import Timeline
 from rlframe.loops.reporting.trackers.base import Tracker
+from rlframe.loops.reporting.warned import Warned
+from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
 from rlframe.utils.jsonl import append, keep_steps
 from rlframe.utils.text import printable
@@ -35,6 +39,7 @@ class MetricsLog:
         steps: int,
         done_steps: int | None,
         trackers: Sequence[Tracker] = (),
+        decode: Callable[[int], str] = str,
         callbacks: Callbacks | None = None,
     ):
         """
@@ -45,11 +50,15 @@ class MetricsLog:
             done_steps: steps a resumed run keeps, None for a new one; what was written after them is cut off, it will
                 be made again.
             trackers: begun, and closed by who has begun them.
+            decode: returns the text of a token.
             callbacks: of the caller of the run.
         """
         self.config = config
         self._metrics = folder / "metrics.jsonl"
         self._samples = folder / "samples.jsonl"
+        self.timeline = Timeline(folder)
+        """The phases of the steps."""
+        self._sample_files = SampleFiles(folder, decode)
         self._known = self._keep(done_steps)
         self._trackers = trackers
         self.callbacks = callbacks or Callbacks()
@@ -60,6 +69,7 @@ class MetricsLog:
         self._shown: dict[str, str] = {}
         self._drawn = 0.0
         self._measured: dict[str, tuple[int, float]] = {}
+        self._warned = Warned(folder, step=lambda: self._bar.n + 1, anew=done_steps is None)
         self.num_restarts = 0
         """Number of restarts of trainer ranks so far, written with the metrics of every step."""
 
@@ -67,6 +77,8 @@ class MetricsLog:
         """Truncates the files to `done_steps` steps. Returns the names of the metrics that are left."""
         last = -1 if done_steps is None else done_steps
         keep_steps(self._samples, last)
+        self.timeline.rewind(last)
+        self._sample_files.rewind(done_steps)
         return keep_steps(self._metrics, last)
 
     def rewind(self, done_steps: int | None) -> None:
@@ -109,6 +121,7 @@ class MetricsLog:
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         append(self._metrics, {"step": step, **metrics})
+        self.timeline.write(step)
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)
         for tracker in self._trackers:
@@ -123,12 +136,25 @@ class MetricsLog:
         """Returns the metrics of a step, and the names of all metrics that the run has logged."""
         return {name: value for name, (at, value) in self._measured.items() if at == step}, self._known
 
-    def log_samples(self, step: int, rollouts: Iterable[Rollout], *, evaluation: bool = False) -> None:
-        """Writes the first rollouts of a step in full. Those of an evaluation are always in the trackers' tables."""
+    def choose_samples(
+        self, step: int, rollouts: Sequence[Rollout], batch: TrainBatch | None = None, *, evaluation: str = ""
+    ) -> Chosen:
+        """Returns the rollouts of a step that are kept.
+
+        Args:
+            batch: what the step trains on, in the order of the rollouts. None if it trains on nothing.
+            evaluation: name of the set of prompts of an evaluation.
+        """
+        return choose(self.config.samples, step, rollouts, batch, evaluation=evaluation)
+
+    def log_samples(self, chosen: Chosen) -> None:
+        """Writes the first rollouts of a step as text, and those that are kept token by token. The first ones of an
+        evaluation are always in the trackers' tables."""
+        self._sample_files.write(chosen)
         records = []
-        for rollout in list(rollouts)[: self.config.samples_per_step]:
+        for rollout in chosen.rollouts[: self.config.samples_per_step]:
             record = {
-                "step": step,
+                "step": chosen.step,
                 "id": rollout.prompt.id,
                 "prompt": rollout.prompt.text,
                 "response": rollout.text,
@@ -142,18 +168,21 @@ class MetricsLog:
             append(self._samples, record)
             records.append(record)
         every = self.config.sample_table_every_steps
-        if records and every and (evaluation or step % every == 0):
+        if records and every and (chosen.evaluation or chosen.step % every == 0):
             for tracker in self._trackers:
-                tracker.samples(step, records)
+                tracker.samples(chosen.step, records)
 
     def print_line(self, text: str) -> None:
         """Shows a line of text above the progress bar."""
         self._bar.clear()
         tqdm.write(printable(text))
+        if text.startswith("warning: "):
+            self._warned.note(text.removeprefix("warning: "))
 
     def close(self) -> None:
-        """Ends the progress bar."""
+        """Ends the progress bar and the notes of warnings."""
         self._bar.close()
+        self._warned.close()
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

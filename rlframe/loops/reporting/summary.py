@@ -12,6 +12,8 @@ FILES = {
     "critic": "critic/ (Hugging Face format)",
     "metrics.jsonl": "metrics.jsonl",
     "samples.jsonl": "samples.jsonl",
+    "samples": "samples/",
+    "report.html": "report.html",
     "tensorboard": "tensorboard/",
     "checkpoints": "checkpoints/",
     "exports": "exports/",

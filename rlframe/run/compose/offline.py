@@ -3,7 +3,6 @@
 from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.data.kinds import find_source
 from rlframe.loops.offline import OfflineLoop
-from rlframe.loops.phases import Phases
 from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.saving.exporting import Exporter
 from rlframe.run.compose import models
@@ -40,7 +39,7 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
         policy=policy,
         model=model,
         teacher=teacher,
-        phase=Phases(sharing=[], announce=metrics.announce),
+        phase=parts.phases(metrics, []),
         metrics=metrics,
         checkpoints=parts.checkpoints,
         export=Exporter(config.checkpoint, parts.folder, policy, chat_template=parts.chat_template()),

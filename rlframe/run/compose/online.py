@@ -11,7 +11,7 @@ from rlframe.data.prompts import PromptSource
 from rlframe.loops.evaluate import EvaluationBeside, come_back
 from rlframe.loops.evaluation_sets import EvaluationSet
 from rlframe.loops.online import OnlineLoop
-from rlframe.loops.phases import Phases, Sleeper
+from rlframe.loops.phases import Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences
 from rlframe.loops.resuming import first_version
 from rlframe.megatron.driver.policy import PolicyGroup
@@ -48,7 +48,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
     rollout.audit = weight_sync.audit_if_due
     metrics = parts.metrics()
-    phase = Phases(sharing=sharing(parts, models_trained, rollout), announce=metrics.announce)
+    phase = parts.phases(metrics, sharing(parts, models_trained, rollout))
     scorer = models.scorer(parts, placement, phase)
     ledger = Ledger(parts.folder, done_steps=parts.done_steps or 0)
     leases = Leases(prompts, ledger, curriculum=prompts if config.data.curriculum else None)

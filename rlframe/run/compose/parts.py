@@ -1,5 +1,6 @@
 """The common parts of all compositions: the run's folder, devices, limits and logs."""
 
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -17,10 +18,14 @@ from rlframe.cluster.watch.activities import waiting
 from rlframe.data.text.chat import end_token
 from rlframe.data.text.special_tokens import special_tokens
 from rlframe.loops.callbacks import Callbacks
+from rlframe.loops.phases import Phases, Sleeper
+from rlframe.loops.report.page import MISSING, can_draw
+from rlframe.loops.report.refresh import Refresh
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.start_up import StartUp
 from rlframe.loops.reporting.trackers import trackers
 from rlframe.loops.reporting.trackers.base import Tracker
+from rlframe.loops.reporting.uploads import Uploads
 from rlframe.loops.saving.checkpoints import Checkpoints, read_state
 from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
@@ -35,6 +40,7 @@ from rlframe.run.roles import topology
 from rlframe.utils.build import as_dict
 from rlframe.utils.secrets import without_secrets
 
+logger = logging.getLogger(__name__)
 LOGS = "logs"
 """Folder of the workers' logs and of all marks."""
 
@@ -146,10 +152,19 @@ class Parts:
             steps=self.config.steps,
             done_steps=self.done_steps,
             trackers=self.trackers,
+            decode=partial(tokenizer.piece, self.tokenizer),
             callbacks=self.callbacks,
         )
         self.stack.callback(metrics.close)
         return metrics
+
+    def phases(self, metrics: MetricsLog, sharing: list[Sleeper]) -> Phases:
+        """Returns the phases of the run, which its log shows and writes down.
+
+        Args:
+            sharing: roles that take turns on shared devices.
+        """
+        return Phases(sharing=sharing, announce=metrics.announce, ended=metrics.timeline.ended)
 
     def _trackers(self) -> Iterator[Tracker]:
         """Yields the trackers, begun before any process starts that would have to wait for a wrong password."""
@@ -158,6 +173,12 @@ class Parts:
         for tracker in trackers(config.logging, self.folder, config.name, resolved, self.done_steps):
             self.stack.push(partial(_close, tracker))
             yield tracker
+        if config.logging.report and can_draw():
+            page = Uploads("report.html", partial(Refresh, self.folder), setting="logging.report")
+            self.stack.push(partial(_close, page))
+            yield page
+        elif config.logging.report:
+            logger.info("report.html is not written: %s", MISSING)
 
 
 def _close(tracker: Tracker, _: type[BaseException] | None, error: BaseException | None, *__: Any) -> None:

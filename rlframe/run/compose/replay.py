@@ -30,7 +30,7 @@ def replay(parts: Parts, algorithm: OnlineAlgorithm) -> ReplayLoop:
     models.start(parts)
     parts.start_up.done("processes")
     metrics = parts.metrics()
-    phase = Phases(sharing=models.sleepers(parts), announce=metrics.announce)
+    phase = parts.phases(metrics, models.sleepers(parts))
     return ReplayLoop(
         schedule=parts.schedule(),
         algorithm=algorithm,

@@ -119,10 +119,10 @@ def test_metrics_and_samples_are_written_and_nothing_else(tmp_path: pathlib.Path
     log = log_of(tmp_path)
     log.announce("train")
     log.log_evaluation(0, {"evaluation/match_mean": 0.25})
-    log.log_samples(1, [rollout(index, reward=index / 2) for index in range(3)])
+    log.log_samples(log.choose_samples(1, [rollout(index, reward=index / 2) for index in range(3)]))
     log.log(1, {"reward/mean": 0.5, "train/loss": -0.1})
     log.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples", "samples.jsonl"]
     assert lines(tmp_path / "metrics.jsonl") == [
         {"step": 0, "evaluation/match_mean": 0.25},
         {"step": 1, "reward/mean": 0.5, "train/loss": -0.1, "cluster/restarts": 0.0},
@@ -149,7 +149,7 @@ def test_a_new_run_starts_empty_and_a_resumed_one_with_what_it_keeps(
     log = log_of(tmp_path)
     for step in (1, 2):
         log.log(step, {"reward/mean": 0.0})
-        log.log_samples(step, [rollout(step, reward=0.0)])
+        log.log_samples(log.choose_samples(step, [rollout(step, reward=0.0)]))
     log.close()
     log_of(tmp_path, done_steps=done_steps).close()
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -177,7 +177,7 @@ def test_steps_that_come_again_replace_the_first(tmp_path: pathlib.Path) -> None
     log = log_of(tmp_path, trackers=[board])
     for step in (1, 2, 3):
         log.log(step, {"reward/mean": step / 4, **({"later/name": 1.0} if step == 3 else {})})
-        log.log_samples(step, [rollout(step, reward=0.0)])
+        log.log_samples(log.choose_samples(step, [rollout(step, reward=0.0)]))
     log.num_restarts += 1
     log.rewind(1)
     assert log.measured(3) == ({}, {"reward/mean", "cluster/restarts"})

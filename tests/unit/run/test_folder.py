@@ -30,7 +30,7 @@ def test_the_folder_holds_the_whole_configuration(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
     claim(run)
     folder = tmp_path / "run"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "run.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "overrides.yaml", "run.json"]
     assert build(RunConfig, yaml.safe_load((folder / "config.yaml").read_text()), choices=CHOICES) == run
 
 

@@ -150,7 +150,7 @@ def test_tables_of_samples_come_every_few_steps_and_with_evaluations(tmp_path: P
     config = LoggingConfig(tensorboard=False, progress=False, sample_table_every_steps=2)
     log = MetricsLog(config, tmp_path, name="it", steps=4, done_steps=None, trackers=[seen])
     for step in range(1, 5):
-        log.log_samples(step, [rollout(1, reward=0.0)])
-    log.log_samples(5, [rollout(1, reward=0.0)], evaluation=True)
+        log.log_samples(log.choose_samples(step, [rollout(1, reward=0.0)]))
+    log.log_samples(log.choose_samples(5, [rollout(1, reward=0.0)], evaluation="held_out"))
     log.close()
     assert seen.tables == [2, 4, 5]

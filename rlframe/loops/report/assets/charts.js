@@ -1,0 +1,125 @@
+// Curves, drawn by Plotly once they come into view.
+
+const PALETTE = ["#4080ec", "#e07b39", "#2a9d6f", "#b84fb8", "#c9a227", "#4aa8c0", "#d1495b", "#7a6ff0", "#6b8e23", "#8d6e63"];
+const drawn = new Map();
+const waiting = new Map();
+const seen = new IntersectionObserver((entries) => {
+  for (const entry of entries) {
+    if (!entry.isIntersecting || !waiting.has(entry.target)) continue;
+    const draw = waiting.get(entry.target);
+    waiting.delete(entry.target);
+    seen.unobserve(entry.target);
+    draw();
+  }
+}, { rootMargin: "300px" });
+
+function variable(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function colours() {
+  const line = variable("--line");
+  const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, exponentformat: "e" };
+  return { font: { color: variable("--quiet"), size: 12 }, xaxis: axis, yaxis: axis };
+}
+
+function layout(extra = {}) {
+  const base = colours();
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 56, r: 12, t: 8, b: 34 }, hovermode: "x",
+    showlegend: false, ...extra, font: base.font,
+    xaxis: { automargin: true, ...base.xaxis, ...extra.xaxis }, yaxis: { automargin: true, ...base.yaxis, ...extra.yaxis },
+  };
+}
+
+// Plotly reads a few tags in the texts that it draws.
+function plain(text) {
+  return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+}
+
+function chart(traces, extra = {}, tall = false) {
+  const node = el("div", { class: tall ? "chart tall" : "chart" });
+  waiting.set(node, () => {
+    Plotly.newPlot(node, traces, layout(extra), { displaylogo: false, displayModeBar: false, responsive: true });
+    drawn.set(node, extra);
+  });
+  seen.observe(node);
+  return node;
+}
+
+function recolour() {
+  for (const [node, extra] of drawn) {
+    if (node.isConnected) Plotly.relayout(node, layout(extra));
+    else drawn.delete(node);
+  }
+}
+
+function smoothed(values, weight) {
+  let mean = null;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = mean === null ? value : weight * mean + (1 - weight) * value;
+    return mean;
+  });
+}
+
+// One curve of each run that has it. With smoothing the measured one stays, pale.
+function curveTraces(name, runs, smooth) {
+  return runs.flatMap(({ run, colour }) => {
+    const curve = curveOf(run, name);
+    if (!curve) return [];
+    const few = curve.steps.length < 30;
+    const trace = {
+      x: curve.steps, y: curve.values, name: plain(run.label), mode: few ? "lines+markers" : "lines",
+      line: { color: colour, width: 1.8 }, marker: { size: 5 }, hovertemplate: `%{y:.5g}<extra>${plain(run.label)}</extra>`,
+    };
+    if (!smooth || few) return [trace];
+    const pale = { ...trace, opacity: 0.28, hoverinfo: "skip", hovertemplate: undefined };
+    return [pale, { ...trace, y: smoothed(curve.values, 0.9) }];
+  });
+}
+
+function curveCard(name, runs, smooth = false) {
+  const curve = runs.map(({ run }) => curveOf(run, name)).find(Boolean);
+  const last = runs.length === 1 ? lastOf(runs[0].run, name) : null;
+  return el("section", { class: "card" },
+    el("h3", {}, name, last === null ? "" : el("span", { class: "quiet" }, `  now ${number(last)}`)),
+    el("p", { class: "quiet meaning" }, curve.meaning),
+    chart(curveTraces(name, runs, smooth)));
+}
+
+function comparedRuns() {
+  return state.data.runs.map((run, place) => ({ run, colour: PALETTE[place % PALETTE.length] }));
+}
+
+function runLegend() {
+  if (state.data.runs.length < 2) return null;
+  return el("div", { class: "legend row" }, comparedRuns().map(({ run, colour }) =>
+    el("span", {}, el("span", { class: "swatch", style: `background:${colour}` }), run.label)));
+}
+
+function curvesTab() {
+  const runs = comparedRuns();
+  const names = [...new Set(runs.flatMap(({ run }) => run.curves.map((curve) => curve.name)))];
+  const matters = new Set(runs.flatMap(({ run }) => run.curves.filter((curve) => curve.first).map((curve) => curve.name)));
+  const filter = el("input", { id: "search", type: "search", placeholder: "Find a metric ( / )", "aria-label": "Find a metric" });
+  const smooth = el("input", { type: "checkbox", id: "smooth" });
+  const places = el("div");
+  function show() {
+    const wanted = names.filter((name) => name.toLowerCase().includes(filter.value.toLowerCase()));
+    const parts = new Map([["What matters first", wanted.filter((name) => matters.has(name))]]);
+    for (const name of wanted.filter((each) => !matters.has(each))) {
+      const area = name.split("/")[0];
+      parts.set(area, [...(parts.get(area) || []), name]);
+    }
+    places.replaceChildren(...[...parts].filter(([, own]) => own.length).flatMap(([title, own]) => [
+      el("h2", {}, title),
+      el("div", { class: "grid" }, own.map((name) => curveCard(name, runs, smooth.checked))),
+    ]));
+    if (!wanted.length) places.replaceChildren(el("p", {}, "No metric has this in its name."));
+  }
+  filter.addEventListener("input", show);
+  smooth.addEventListener("change", show);
+  show();
+  return [el("div", { class: "row" }, filter, el("label", {}, smooth, " smooth"), runLegend()), places];
+}

@@ -1,0 +1,227 @@
+"""Attempts that a run keeps token by token: a compressed file of JSON lines for each step, in `samples/`."""
+
+import gzip
+import json
+import math
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlframe.loops.config import Keep, SamplesConfig
+from rlframe.types.batch import TrainBatch
+from rlframe.types.rollout import Rollout, attempts_in, reward_of
+from rlframe.utils.files import writing
+from rlframe.utils.text import json_line
+
+SAMPLES = "samples"
+NAME = re.compile(r"step-(\d{8,})(?:-evaluation-(.+))?\.jsonl\.gz")
+DIGITS = 6
+"""Digits after the decimal point of numbers by token."""
+LEVEL = 3
+"""Level of compression: 6 makes files 5 % smaller and takes twice as long."""
+
+
+@dataclass(kw_only=True)
+class Chosen:
+    """Attempts of a step that are kept."""
+
+    step: int
+    rollouts: Sequence[Rollout]
+    """All rollouts of the step."""
+    places: dict[int, list[str]]
+    """The choices that keep a rollout, by its place among `rollouts`."""
+    batch: TrainBatch | None = None
+    """The batch that the step trains on, in the order of `rollouts`. None if it trains on nothing."""
+    evaluation: str = ""
+    """Name of the set of prompts of an evaluation. Empty for a step of training."""
+    trainer_logprobs: dict[int, Float[Tensor, " L"]] = field(default_factory=dict)
+    """[L] nats of the trainer, by place."""
+
+    def take_trainer_logprobs(self, logprobs: Float[Tensor, " T"]) -> None:
+        """Takes nats of the kept rollouts, packed in the order of their places."""
+        lengths = [self.rollouts[place].num_tokens for place in self.places]
+        self.trainer_logprobs = dict(zip(self.places, logprobs.split(lengths), strict=True))
+
+
+def choose(
+    config: SamplesConfig,
+    step: int,
+    rollouts: Sequence[Rollout],
+    batch: TrainBatch | None = None,
+    *,
+    evaluation: str = "",
+) -> Chosen:
+    """Returns the attempts of a step that the settings keep, whole: with all of their sequences."""
+    attempts = attempts_in(rollouts)
+    ends = np.cumsum([len(sequences) for sequences in attempts]).tolist()
+    known: dict[int, list[str]] = {}
+    for choice in config.keep:
+        for index in _indices(choice, config.of_each, step, attempts, batch, ends):
+            for place in range(ends[index] - len(attempts[index]), ends[index]):
+                known.setdefault(place, []).append(choice.value)
+    places = dict(sorted(known.items()))
+    return Chosen(step=step, rollouts=rollouts, places=places, batch=batch, evaluation=evaluation)
+
+
+def _indices(
+    choice: Keep, count: int, step: int, attempts: list[list[Rollout]], batch: TrainBatch | None, ends: list[int]
+) -> list[int]:
+    """Returns the indices of the attempts that a choice keeps."""
+    everything = list(range(len(attempts)))
+    if choice is Keep.ALL:
+        return everything
+    if choice is Keep.FIRST:
+        return everything[:count]
+    if choice is Keep.RANDOM:
+        return random.Random(f"samples of step {step}").sample(everything, min(count, len(everything)))
+    advantages = None if batch is None else mean_advantages(batch).tolist()
+
+    def merit(index: int) -> tuple[float, float]:
+        return reward_of(attempts[index]), 0.0 if advantages is None else advantages[ends[index] - 1]
+
+    scored = [index for index in everything if not math.isnan(merit(index)[0])]
+    return sorted(scored, key=merit, reverse=choice is Keep.BEST)[:count]
+
+
+def mean_advantages(batch: TrainBatch) -> Float[Tensor, " R"]:
+    """Returns [R] the mean advantage of each sequence's tokens in the loss. 0.0 if it has none there."""
+    counted = batch.loss_mask.to(torch.float32)
+    zeros = torch.zeros(batch.num_sequences)
+    sums = zeros.index_add(0, batch.sequence_index(), batch.advantages.float() * counted)
+    return sums / zeros.index_add(0, batch.sequence_index(), counted).clamp(min=1)
+
+
+class SampleFiles:
+    """Writes the kept attempts of each step."""
+
+    def __init__(self, folder: Path, decode: Callable[[int], str]):
+        """
+        Args:
+            folder: of the run.
+            decode: returns the text of a token.
+        """
+        self._folder = folder / SAMPLES
+        self._decode = decode
+        self._pieces: dict[int, str] = {}
+
+    def write(self, chosen: Chosen) -> None:
+        """Writes the file of a step, in place of one that is there. An evaluation has a file of its own.
+
+        Raises:
+            OutputError: see `writing`.
+        """
+        if not chosen.places:
+            return
+        kind = f"-evaluation-{chosen.evaluation}" if chosen.evaluation else ""
+        path = self._folder / f"step-{chosen.step:08d}{kind}.jsonl.gz"
+        lines = "".join(map(json_line, self._records(chosen))).encode()
+        with writing(path):
+            self._folder.mkdir(exist_ok=True)
+            path.write_bytes(gzip.compress(lines, LEVEL, mtime=0))
+
+    def rewind(self, done_steps: int | None) -> None:
+        """Removes the files of steps after `done_steps`, or all if None."""
+        last = -1 if done_steps is None else done_steps
+        for step, _, path in sample_files(self._folder.parent):
+            if step > last:
+                path.unlink(missing_ok=True)
+
+    def _records(self, chosen: Chosen) -> Iterator[dict[str, Any]]:
+        batch = chosen.batch
+        starts = np.cumsum([0, *(rollout.num_tokens for rollout in chosen.rollouts)]).tolist()
+        means = None if batch is None else mean_advantages(batch)
+        for place, why in chosen.places.items():
+            rollout = chosen.rollouts[place]
+            record = {"step": chosen.step, "evaluation": chosen.evaluation, "kept_as": why}
+            record |= described(rollout)
+            tokens = self._tokens(rollout)
+            if batch is not None and means is not None:
+                own = slice(starts[place], starts[place + 1])
+                members = (batch.group == batch.group[place]).nonzero().flatten()
+                record["group"] = int(batch.group[place])
+                record["group_rewards"] = [_number(reward_of([chosen.rollouts[each]])) for each in members.tolist()]
+                record["group_advantages"] = _numbers(means[members])
+                record["group_place"] = int((members == place).nonzero())
+                trainer = chosen.trainer_logprobs.get(place)
+                if trainer is None and batch.old_logprobs is not None:
+                    trainer = batch.old_logprobs[own]
+                tokens |= {
+                    "in_loss": batch.loss_mask[own].to(torch.uint8).tolist(),
+                    "advantages": _numbers(batch.advantages[own]),
+                    **({} if trainer is None else {"trainer_logprobs": _numbers(trainer)}),
+                }
+            yield {**record, "tokens": tokens}
+
+    def _tokens(self, rollout: Rollout) -> dict[str, Any]:
+        ids = rollout.token_ids.tolist()
+        for each in set(ids) - self._pieces.keys():
+            self._pieces[each] = self._decode(each)
+        turns = np.full(rollout.num_tokens, -1)
+        for number, (start, end) in enumerate(rollout.turns, start=rollout.first_turn):
+            turns[start:end] = number
+        rewards = rollout.rewards_at_tokens
+        return {
+            "ids": ids,
+            "pieces": [self._pieces[each] for each in ids],
+            "sampled": rollout.loss_mask.astype(np.uint8).tolist(),
+            "turns": turns.tolist(),
+            "versions": rollout.versions.tolist(),
+            "rollout_logprobs": _numbers(rollout.rollout_logprobs),
+            **({} if rewards is None else {"rewards": _numbers(rewards)}),
+        }
+
+
+def described(rollout: Rollout) -> dict[str, Any]:
+    """Returns what is known of a rollout as a whole."""
+    return {
+        "id": rollout.prompt.id,
+        "source": rollout.prompt.source,
+        "sample_index": rollout.sample_index,
+        "sequence": rollout.sequence,
+        "reward": _number(reward_of([rollout])),
+        "reward_parts": {name: _number(value) for name, value in rollout.reward_parts.items()},
+        "reward_weights": dict(rollout.reward_weights),
+        "reward_troubles": dict(rollout.reward_troubles),
+        "answer": rollout.prompt.answer,
+        "finish_reason": rollout.finish_reason.value,
+        "ending": rollout.ending,
+        "prompt": rollout.prompt.text,
+        "response": rollout.text,
+        **({"messages": rollout.messages} if rollout.messages else {}),
+    }
+
+
+def sample_files(output: Path) -> list[tuple[int, str, Path]]:
+    """Returns step, name of the evaluation's set of prompts if it is one, and path of each file of samples of a run's
+    folder, in order."""
+    found = [(NAME.fullmatch(path.name), path) for path in (output / SAMPLES).glob("step-*.jsonl.gz")]
+    return sorted((int(name[1]), name[2] or "", path) for name, path in found if name)
+
+
+def read_samples(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of a file of samples, those before the damage if it is half-written."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)
+    except (EOFError, ValueError, OSError, zlib.error):
+        return
+
+
+def _number(value: float) -> float | None:
+    """Returns a number that JSON has. None stands for one that is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def _numbers(values: "Tensor | np.ndarray") -> list[float | None]:
+    rounded = np.round(np.asarray(values, dtype=np.float64), DIGITS)
+    return rounded.tolist() if np.isfinite(rounded).all() else [_number(each) for each in rounded.tolist()]

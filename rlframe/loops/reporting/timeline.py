@@ -1,0 +1,44 @@
+"""The file of a run's phases: when each began and ended, and on which role."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rlframe.utils.jsonl import append, keep_steps
+
+TIMELINE = "timeline.jsonl"
+DRIVER = "driver"
+"""Role of a phase that needs no devices."""
+
+
+class Timeline:
+    """Notes the phases of a run, and writes those of each step as one line."""
+
+    def __init__(self, folder: Path):
+        """
+        Args:
+            folder: of the run.
+        """
+        self._file = folder / TIMELINE
+        self._phases: list[dict[str, Any]] = []
+
+    def ended(self, name: str, on: object, seconds: float) -> None:
+        """Notes a phase that ends now.
+
+        Args:
+            on: the role that it used. None means none.
+        """
+        end = time.time()
+        role = getattr(on, "role", DRIVER)
+        self._phases.append({"name": name, "role": role, "start_s": round(end - seconds, 3), "end_s": round(end, 3)})
+
+    def write(self, step: int) -> None:
+        """Writes the phases since the last call, as those of a step. Times are in seconds since 1970."""
+        phases, self._phases = self._phases, []
+        if phases:
+            append(self._file, {"step": step, "phases": phases})
+
+    def rewind(self, done_steps: int) -> None:
+        """Removes the phases of steps after `done_steps`, and those that were not written."""
+        self._phases.clear()
+        keep_steps(self._file, done_steps)

@@ -72,13 +72,13 @@ class WorkerGroup(Generic[W_co]):
         options: dict[str, Any] = {"concurrency_groups": dict(threads_of)} if threads_of else {}
         self._remote_class: Any = ray.remote(**options)(actor_class) if options else ray.remote(actor_class)
         self._infos: list[WorkerInfo] = []
-        """Where the actors are that have arrived: all or, while they start, none."""
+        """The places of the actors. Empty while they start."""
         self.actors: list[Any] = [self._actor(rank) for rank in range(len(self.slots))]
         self._arriving: list[Any] = [actor.info.remote() for actor in self.actors]
 
     @property
     def infos(self) -> list[WorkerInfo]:
-        """Where each actor is. Waits for those that start."""
+        """The place of each actor. Waits for those that start."""
         self._arrive("start")
         return self._infos
 

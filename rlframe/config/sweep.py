@@ -21,7 +21,7 @@ class Job:
     overrides: list[str]
     """The user's overrides, each in full: `key=value`."""
     started: float
-    """When it began, of `time.monotonic`. The first one began with the program."""
+    """Its beginning, of `time.monotonic`. The first one began with the program."""
     output: str = ""
     """The run's folder. Empty if the job was refused."""
     results: dict[str, float] = field(default_factory=dict)

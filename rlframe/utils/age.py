@@ -1,4 +1,4 @@
-"""When this process began, which is before its first line of Python."""
+"""The beginning of this process, which is before its first line of Python."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ STARTED = 19
 
 
 def program_began() -> float:
-    """Returns when this process began, of `time.monotonic`. Now, where the system does not tell."""
+    """Returns the beginning of this process, of `time.monotonic`, or the present where the system does not tell."""
     now = time.monotonic()
     if sys.platform != "linux":
         return now

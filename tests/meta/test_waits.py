@@ -59,7 +59,6 @@ ALLOWED = {
     "rlframe/rollout/sglang/host.py:_blocking_call": "the socket has RCVTIMEO",
     "rlframe/rollout/sglang/launch.py:__init__": IN_A_CALL,
     "rlframe/rollout/sglang/launch.py:close": ENDED,
-    "rlframe/run/compose/online.py:start": WATCHED,
     "rlframe/rollout/vllm/engine.py:__init__": IN_A_CALL,
     "rlframe/rollout/vllm/engine.py:close": IN_A_CALL,
     "rlframe/rollout/vllm/engine.py:_wait": ENDED,

@@ -1,4 +1,4 @@
-"""What a start takes, part by part."""
+"""The duration of a start, part by part."""
 
 import time
 from collections.abc import Callable

@@ -23,7 +23,7 @@ EXPERT_IMBALANCE = 1.0
 """Tokens of the busiest rank's experts, in units of the mean. Random routers are even. Trained ones are not, and
 nothing says by how much."""
 GRAPH_BYTES = 1_200_000_000
-"""An engine's CUDA graphs for 35 batch sizes. Not measured here; vLLM reports 0.5 to 2 GB for such models."""
+"""An engine's CUDA graphs for 35 batch sizes. Not measured here."""
 ENGINE_WORKSPACE_BYTES = 2_500_000_000
 """An engine's activations, sampling buffers and context within its gpu_memory_utilization. Not measured here."""
 ENGINE_ASLEEP_BYTES = 1_000_000_000

@@ -106,9 +106,9 @@ def tool_of(arguments: Sequence[str]) -> str | None:
 
 
 def tool_names() -> list[str]:
-    """Returns the names of the tools, sorted."""
-    files = [*TOOLS.glob("*.py"), *(program.parent for program in TOOLS.glob("*/__main__.py"))]
-    return sorted(file.stem for file in files if not file.stem.startswith("_"))
+    """Returns the names of the tools, files and folders, sorted."""
+    folders = [file.parent.name for file in TOOLS.glob("*/__main__.py")]
+    return sorted(folders + [file.stem for file in TOOLS.glob("*.py") if not file.stem.startswith("_")])
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:

@@ -7,7 +7,8 @@ function el(tag, attributes, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value === true ? "" : value);
+    else if (value !== false && value !== null && value !== undefined)
+      node.setAttribute(name, value === true ? "" : value);
   }
   for (const child of children.flat()) if (child !== null && child !== undefined) node.append(child);
   return node;
@@ -23,7 +24,9 @@ function number(value, digits = 4) {
   if (value === null || value === undefined) return "-";
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value)) return value.toLocaleString("en").replaceAll(",", " ");
-  return Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6 ? String(Number(value.toPrecision(digits))) : value.toExponential(2);
+  return Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6
+    ? String(Number(value.toPrecision(digits)))
+    : value.toExponential(2);
 }
 
 function seconds(value) {
@@ -47,7 +50,8 @@ function curveOf(run, name) {
 function lastOf(run, name) {
   const curve = curveOf(run, name);
   if (!curve) return null;
-  for (let place = curve.values.length - 1; place >= 0; place--) if (curve.values[place] !== null) return curve.values[place];
+  for (let place = curve.values.length - 1; place >= 0; place--)
+    if (curve.values[place] !== null) return curve.values[place];
   return null;
 }
 
@@ -55,8 +59,32 @@ function table(heads, rows) {
   const numeric = heads.map((_, place) => rows.some((row) => typeof row[place] === "number"));
   const cell = (tag, value, place) =>
     el(tag, { class: numeric[place] ? "number" : null }, typeof value === "number" ? number(value) : (value ?? "-"));
-  return el("div", { class: "scroll" },
-    el("table", {},
-      el("thead", {}, el("tr", {}, heads.map((head, place) => cell("th", head, place)))),
-      el("tbody", {}, rows.map((row) => el("tr", {}, row.map((value, place) => cell("td", value, place)))))));
+  return el(
+    "div",
+    { class: "scroll" },
+    el(
+      "table",
+      {},
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          heads.map((head, place) => cell("th", head, place)),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        rows.map((row) =>
+          el(
+            "tr",
+            {},
+            row.map((value, place) => cell("td", value, place)),
+          ),
+        ),
+      ),
+    ),
+  );
 }

@@ -1,17 +1,31 @@
 // Curves, drawn by Plotly once they come into view.
 
-const PALETTE = ["#4080ec", "#e07b39", "#2a9d6f", "#b84fb8", "#c9a227", "#4aa8c0", "#d1495b", "#7a6ff0", "#6b8e23", "#8d6e63"];
+const PALETTE = [
+  "#4080ec",
+  "#e07b39",
+  "#2a9d6f",
+  "#b84fb8",
+  "#c9a227",
+  "#4aa8c0",
+  "#d1495b",
+  "#7a6ff0",
+  "#6b8e23",
+  "#8d6e63",
+];
 const drawn = new Map();
 const waiting = new Map();
-const seen = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting || !waiting.has(entry.target)) continue;
-    const draw = waiting.get(entry.target);
-    waiting.delete(entry.target);
-    seen.unobserve(entry.target);
-    draw();
-  }
-}, { rootMargin: "300px" });
+const seen = new IntersectionObserver(
+  (entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting || !waiting.has(entry.target)) continue;
+      const draw = waiting.get(entry.target);
+      waiting.delete(entry.target);
+      seen.unobserve(entry.target);
+      draw();
+    }
+  },
+  { rootMargin: "300px" },
+);
 
 function variable(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -26,9 +40,15 @@ function colours() {
 function layout(extra = {}) {
   const base = colours();
   return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 56, r: 12, t: 8, b: 34 }, hovermode: "x",
-    showlegend: false, ...extra, font: base.font,
-    xaxis: { automargin: true, ...base.xaxis, ...extra.xaxis }, yaxis: { automargin: true, ...base.yaxis, ...extra.yaxis },
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 56, r: 12, t: 8, b: 34 },
+    hovermode: "x",
+    showlegend: false,
+    ...extra,
+    font: base.font,
+    xaxis: { automargin: true, ...base.xaxis, ...extra.xaxis },
+    yaxis: { automargin: true, ...base.yaxis, ...extra.yaxis },
   };
 }
 
@@ -70,8 +90,13 @@ function curveTraces(name, runs, smooth) {
     if (!curve) return [];
     const few = curve.steps.length < 30;
     const trace = {
-      x: curve.steps, y: curve.values, name: plain(run.label), mode: few ? "lines+markers" : "lines",
-      line: { color: colour, width: 1.8 }, marker: { size: 5 }, hovertemplate: `%{y:.5g}<extra>${plain(run.label)}</extra>`,
+      x: curve.steps,
+      y: curve.values,
+      name: plain(run.label),
+      mode: few ? "lines+markers" : "lines",
+      line: { color: colour, width: 1.8 },
+      marker: { size: 5 },
+      hovertemplate: `%{y:.5g}<extra>${plain(run.label)}</extra>`,
     };
     if (!smooth || few) return [trace];
     const pale = { ...trace, opacity: 0.28, hoverinfo: "skip", hovertemplate: undefined };
@@ -82,10 +107,13 @@ function curveTraces(name, runs, smooth) {
 function curveCard(name, runs, smooth = false) {
   const curve = runs.map(({ run }) => curveOf(run, name)).find(Boolean);
   const last = runs.length === 1 ? lastOf(runs[0].run, name) : null;
-  return el("section", { class: "card" },
+  return el(
+    "section",
+    { class: "card" },
     el("h3", {}, name, last === null ? "" : el("span", { class: "quiet" }, `  now ${number(last)}`)),
     el("p", { class: "quiet meaning" }, curve.meaning),
-    chart(curveTraces(name, runs, smooth)));
+    chart(curveTraces(name, runs, smooth)),
+  );
 }
 
 function comparedRuns() {
@@ -94,15 +122,27 @@ function comparedRuns() {
 
 function runLegend() {
   if (state.data.runs.length < 2) return null;
-  return el("div", { class: "legend row" }, comparedRuns().map(({ run, colour }) =>
-    el("span", {}, el("span", { class: "swatch", style: `background:${colour}` }), run.label)));
+  return el(
+    "div",
+    { class: "legend row" },
+    comparedRuns().map(({ run, colour }) =>
+      el("span", {}, el("span", { class: "swatch", style: `background:${colour}` }), run.label),
+    ),
+  );
 }
 
 function curvesTab() {
   const runs = comparedRuns();
   const names = [...new Set(runs.flatMap(({ run }) => run.curves.map((curve) => curve.name)))];
-  const matters = new Set(runs.flatMap(({ run }) => run.curves.filter((curve) => curve.first).map((curve) => curve.name)));
-  const filter = el("input", { id: "search", type: "search", placeholder: "Find a metric ( / )", "aria-label": "Find a metric" });
+  const matters = new Set(
+    runs.flatMap(({ run }) => run.curves.filter((curve) => curve.first).map((curve) => curve.name)),
+  );
+  const filter = el("input", {
+    id: "search",
+    type: "search",
+    placeholder: "Find a metric ( / )",
+    "aria-label": "Find a metric",
+  });
   const smooth = el("input", { type: "checkbox", id: "smooth" });
   const places = el("div");
   function show() {
@@ -112,10 +152,18 @@ function curvesTab() {
       const area = name.split("/")[0];
       parts.set(area, [...(parts.get(area) || []), name]);
     }
-    places.replaceChildren(...[...parts].filter(([, own]) => own.length).flatMap(([title, own]) => [
-      el("h2", {}, title),
-      el("div", { class: "grid" }, own.map((name) => curveCard(name, runs, smooth.checked))),
-    ]));
+    places.replaceChildren(
+      ...[...parts]
+        .filter(([, own]) => own.length)
+        .flatMap(([title, own]) => [
+          el("h2", {}, title),
+          el(
+            "div",
+            { class: "grid" },
+            own.map((name) => curveCard(name, runs, smooth.checked)),
+          ),
+        ]),
+    );
     if (!wanted.length) places.replaceChildren(el("p", {}, "No metric has this in its name."));
   }
   filter.addEventListener("input", show);

@@ -1,15 +1,31 @@
 // The frame of the page: tabs, theme, keys.
 
-const TABS = { Overview: overviewTab, Curves: curvesTab, Timeline: timelineTab, Rollouts: rolloutsTab, Data: dataTab, Configuration: configurationTab, Warnings: warningsTab };
-const KEYS = [["1 - 7", "parts of the report"], ["/", "search"], ["j, k", "next and previous rollout"], ["left, right", "previous and next token"],
-  ["c", "colour tokens by something else"], ["d", "light or dark"], ["?", "these keys"]];
+const TABS = {
+  Overview: overviewTab,
+  Curves: curvesTab,
+  Timeline: timelineTab,
+  Rollouts: rolloutsTab,
+  Data: dataTab,
+  Configuration: configurationTab,
+  Warnings: warningsTab,
+};
+const KEYS = [
+  ["1 - 7", "parts of the report"],
+  ["/", "search"],
+  ["j, k", "next and previous rollout"],
+  ["left, right", "previous and next token"],
+  ["c", "colour tokens by something else"],
+  ["d", "light or dark"],
+  ["?", "these keys"],
+];
 
 function show(tab) {
   state.tab = TABS[tab] ? tab : "Overview";
   const main = document.getElementById("main");
   view.move = view.mark = null;
   main.replaceChildren(...TABS[state.tab]().filter(Boolean));
-  for (const button of document.querySelectorAll("#tabs button")) button.setAttribute("aria-selected", String(button.dataset.tab === state.tab));
+  for (const button of document.querySelectorAll("#tabs button"))
+    button.setAttribute("aria-selected", String(button.dataset.tab === state.tab));
   document.getElementById("run").hidden = state.data.runs.length < 2 || ["Overview", "Curves"].includes(state.tab);
   if (location.hash.slice(1) !== state.tab) history.replaceState(null, "", `#${state.tab}`);
   window.scrollTo(0, 0);
@@ -37,9 +53,14 @@ function onKey(event) {
   }
   const names = Object.keys(TABS);
   const actions = {
-    "/": () => document.getElementById("search")?.focus(), j: () => view.move?.(1), k: () => view.move?.(-1),
-    ArrowRight: () => view.mark?.(1), ArrowLeft: () => view.mark?.(-1), c: nextColouring,
-    d: () => setTheme(state.theme === "dark" ? "light" : "dark"), "?": () => document.getElementById("help").showModal(),
+    "/": () => document.getElementById("search")?.focus(),
+    j: () => view.move?.(1),
+    k: () => view.move?.(-1),
+    ArrowRight: () => view.mark?.(1),
+    ArrowLeft: () => view.mark?.(-1),
+    c: nextColouring,
+    d: () => setTheme(state.theme === "dark" ? "light" : "dark"),
+    "?": () => document.getElementById("help").showModal(),
   };
   const act = actions[event.key] || (names[Number(event.key) - 1] ? () => show(names[Number(event.key) - 1]) : null);
   if (act) {
@@ -50,7 +71,11 @@ function onKey(event) {
 
 // Runs of one recipe have one name; their folders tell them apart.
 function label(runs) {
-  for (const run of runs) run.label = runs.length > 1 && runs.some((other) => other !== run && other.name === run.name) ? run.output.split("/").slice(-2).join("/") : run.name;
+  for (const run of runs)
+    run.label =
+      runs.length > 1 && runs.some((other) => other !== run && other.name === run.name)
+        ? run.output.split("/").slice(-2).join("/")
+        : run.name;
 }
 
 function frame() {
@@ -60,14 +85,31 @@ function frame() {
   document.getElementById("name").textContent = runs.length > 1 ? `${runs.length} runs` : first.name;
   document.title = `${document.getElementById("name").textContent} - rlframe report`;
   const when = new Date(1000 * made).toISOString().slice(0, 16).replace("T", " ");
-  document.getElementById("state").textContent = (runs.length > 1 ? "" : `step ${first.done} of ${first.steps}, `) + `written ${when} UTC`;
-  document.getElementById("tabs").append(...Object.keys(TABS).map((name) => el("button", { role: "tab", "data-tab": name, onclick: () => show(name) }, name)));
+  document.getElementById("state").textContent =
+    (runs.length > 1 ? "" : `step ${first.done} of ${first.steps}, `) + `written ${when} UTC`;
+  document
+    .getElementById("tabs")
+    .append(
+      ...Object.keys(TABS).map((name) =>
+        el("button", { role: "tab", "data-tab": name, onclick: () => show(name) }, name),
+      ),
+    );
   const picker = document.getElementById("run");
   picker.append(...runs.map((run, place) => el("option", { value: place }, run.label)));
-  picker.addEventListener("change", () => { state.run = Number(picker.value); show(state.tab); });
+  picker.addEventListener("change", () => {
+    state.run = Number(picker.value);
+    show(state.tab);
+  });
   const help = document.getElementById("help");
-  help.append(el("h2", {}, "Keys"), el("table", {}, KEYS.map(([key, what]) => el("tr", {}, el("td", {}, el("kbd", {}, key)), el("td", {}, what)))),
-    el("p", {}, el("button", { onclick: () => help.close() }, "Close")));
+  help.append(
+    el("h2", {}, "Keys"),
+    el(
+      "table",
+      {},
+      KEYS.map(([key, what]) => el("tr", {}, el("td", {}, el("kbd", {}, key)), el("td", {}, what))),
+    ),
+    el("p", {}, el("button", { onclick: () => help.close() }, "Close")),
+  );
   document.getElementById("keys").addEventListener("click", () => help.showModal());
   document.getElementById("theme").addEventListener("click", () => setTheme(state.theme === "dark" ? "light" : "dark"));
   document.addEventListener("keydown", onKey);
@@ -76,7 +118,8 @@ function frame() {
 
 async function begin() {
   if (typeof DecompressionStream === "undefined") {
-    document.getElementById("name").textContent = "This browser is too old for this page: it cannot unpack what is in it.";
+    document.getElementById("name").textContent =
+      "This browser is too old for this page: it cannot unpack what is in it.";
     return;
   }
   const wanted = new URLSearchParams(location.search).get("theme");

@@ -1,8 +1,25 @@
 // Where the time of a run went: by step, and by role with the time in which it waited.
 
-const PHASE_COLOURS = { rollout: "#e07b39", reward: "#c9a227", train: "#4080ec", weight_sync: "#2a9d6f", evaluation: "#b84fb8",
-  checkpoint: "#8d6e63", reference: "#4aa8c0", old_logprobs: "#7a6ff0", other: "#8a94a3", probe: "#6b8e23", samples: "#d1495b",
-  account: "#b8b04a", record: "#a0785a", data: "#c9a227", proof: "#5f8f8f", values: "#9a6fb0", critic: "#5b7fbf", teacher: "#5fb0a0" };
+const PHASE_COLOURS = {
+  rollout: "#e07b39",
+  reward: "#c9a227",
+  train: "#4080ec",
+  weight_sync: "#2a9d6f",
+  evaluation: "#b84fb8",
+  checkpoint: "#8d6e63",
+  reference: "#4aa8c0",
+  old_logprobs: "#7a6ff0",
+  other: "#8a94a3",
+  probe: "#6b8e23",
+  samples: "#d1495b",
+  account: "#b8b04a",
+  record: "#a0785a",
+  data: "#c9a227",
+  proof: "#5f8f8f",
+  values: "#9a6fb0",
+  critic: "#5b7fbf",
+  teacher: "#5fb0a0",
+};
 
 function phaseColour(name, place) {
   return PHASE_COLOURS[name] || PALETTE[(place + 3) % PALETTE.length];
@@ -12,41 +29,79 @@ function phaseColour(name, place) {
 function isPhase(run, metric) {
   const name = metric.slice(5, -2);
   if (name === "step") return false;
-  return !run.curves.some((curve) => curve.name !== metric && metric.startsWith(curve.name.slice(0, -2) + "_"))
-    && !/^checkpoint_|^weight_sync_/.test(name);
+  return (
+    !run.curves.some((curve) => curve.name !== metric && metric.startsWith(curve.name.slice(0, -2) + "_")) &&
+    !/^checkpoint_|^weight_sync_/.test(name)
+  );
 }
 
 function stepTimes(run) {
   const phases = phaseTotals(run).map(([name]) => name);
   const traces = phases.map((name, place) => {
     const curve = curveOf(run, `time/${name}_s`);
-    return { x: curve.steps, y: curve.values, name, type: "bar", marker: { color: phaseColour(name, place) },
-      hovertemplate: `${name} %{y:.3g} s<extra></extra>` };
+    return {
+      x: curve.steps,
+      y: curve.values,
+      name,
+      type: "bar",
+      marker: { color: phaseColour(name, place) },
+      hovertemplate: `${name} %{y:.3g} s<extra></extra>`,
+    };
   });
-  return chart(traces, { barmode: "stack", bargap: 0.05, showlegend: true, legend: { orientation: "h", y: -0.16 },
-    yaxis: { title: { text: "seconds" } }, xaxis: { title: { text: "step" } }, margin: { l: 60, r: 12, t: 8, b: 60 } }, true);
+  return chart(
+    traces,
+    {
+      barmode: "stack",
+      bargap: 0.05,
+      showlegend: true,
+      legend: { orientation: "h", y: -0.16 },
+      yaxis: { title: { text: "seconds" } },
+      xaxis: { title: { text: "step" } },
+      margin: { l: 60, r: 12, t: 8, b: 60 },
+    },
+    true,
+  );
 }
 
 function lanes(run, steps) {
   const begin = Math.min(...steps.flatMap((line) => line.phases.map((each) => each.start_s)));
   const byName = new Map();
   for (const line of steps) {
-    for (const each of line.phases) byName.set(each.name, [...(byName.get(each.name) || []), { ...each, step: line.step }]);
+    for (const each of line.phases)
+      byName.set(each.name, [...(byName.get(each.name) || []), { ...each, step: line.step }]);
   }
   const traces = [...byName].map(([name, own], place) => ({
-    type: "bar", orientation: "h", name, marker: { color: phaseColour(name, place) }, y: own.map((each) => each.role),
-    x: own.map((each) => each.end_s - each.start_s), base: own.map((each) => each.start_s - begin),
+    type: "bar",
+    orientation: "h",
+    name,
+    marker: { color: phaseColour(name, place) },
+    y: own.map((each) => each.role),
+    x: own.map((each) => each.end_s - each.start_s),
+    base: own.map((each) => each.start_s - begin),
     customdata: own.map((each) => [each.step, each.end_s - each.start_s]),
     hovertemplate: `${plain(name)}, step %{customdata[0]}: %{customdata[1]:.3f} s<extra></extra>`,
   }));
-  return chart(traces, { barmode: "overlay", hovermode: "closest", showlegend: true, legend: { orientation: "h", y: -0.2 },
-    xaxis: { title: { text: "seconds" } }, margin: { l: 90, r: 12, t: 8, b: 60 } }, true);
+  return chart(
+    traces,
+    {
+      barmode: "overlay",
+      hovermode: "closest",
+      showlegend: true,
+      legend: { orientation: "h", y: -0.2 },
+      xaxis: { title: { text: "seconds" } },
+      margin: { l: 90, r: 12, t: 8, b: 60 },
+    },
+    true,
+  );
 }
 
 function roleRows(run) {
   return run.times.roles.map(({ role, phases, idle_s }) => {
     const busy = Object.values(phases).reduce((sum, each) => sum + each, 0);
-    const most = Object.entries(phases).slice(0, 5).map(([name, value]) => `${name} ${seconds(value)}`).join(", ");
+    const most = Object.entries(phases)
+      .slice(0, 5)
+      .map(([name, value]) => `${name} ${seconds(value)}`)
+      .join(", ");
     return [role, seconds(busy), seconds(idle_s), percent(idle_s, busy + idle_s), most];
   });
 }
@@ -55,19 +110,31 @@ function timelineTab() {
   const run = chosenRun();
   const steps = run.times.steps;
   const parts = [el("h2", {}, "Seconds of each step"), el("div", { class: "card" }, stepTimes(run))];
-  if (!steps.length) return [...parts, el("p", { class: "quiet" }, "This run has no timeline.jsonl, so that roles cannot be told apart.")];
+  if (!steps.length)
+    return [
+      ...parts,
+      el("p", { class: "quiet" }, "This run has no timeline.jsonl, so that roles cannot be told apart."),
+    ];
   const asynchronous = Number(run.settings["loop.max_policy_lag"]) > 0;
   const note = asynchronous
     ? "The engines of this run sample all the time; their row shows when the loop waited for them. How idle they were is rollout/engine_idle_fraction."
     : "A role that has no bar waits. The driver is the loop itself: what needs no role of its own, such as syncs of weights.";
   const last = steps.slice(-10);
   const holder = el("div", { class: "card" });
-  const choice = el("select", { "aria-label": "Steps", onchange: () => holder.replaceChildren(lanes(run, picks[choice.value])) });
+  const choice = el("select", {
+    "aria-label": "Steps",
+    onchange: () => holder.replaceChildren(lanes(run, picks[choice.value])),
+  });
   const picks = { "last steps": last, "first steps": steps.slice(0, 3), "all that are kept": steps };
   choice.append(...Object.keys(picks).map((name) => el("option", {}, name)));
   holder.append(lanes(run, last));
-  parts.push(el("h2", {}, "What each role did"), el("p", { class: "quiet" }, note), el("div", { class: "row" }, choice), holder,
+  parts.push(
+    el("h2", {}, "What each role did"),
+    el("p", { class: "quiet" }, note),
+    el("div", { class: "row" }, choice),
+    holder,
     el("h2", {}, "Roles over the whole run"),
-    el("div", { class: "card" }, table(["role", "busy", "waiting", "share waiting", "phases"], roleRows(run))));
+    el("div", { class: "card" }, table(["role", "busy", "waiting", "share waiting", "phases"], roleRows(run))),
+  );
   return parts;
 }

@@ -1,15 +1,47 @@
 // The tokens of a rollout, coloured by one of their numbers.
 
 const COLOURINGS = {
-  mask: { title: "who wrote it", legend: [["policy, in the loss", "rgba(42,157,111,.38)"], ["policy, not in the loss", "rgba(224,123,57,.4)"], ["given", "transparent"]] },
-  logprob: { title: "log-probability (engine)", legend: [["certain", "transparent"], ["2.5 nats", "rgba(184,79,184,.35)"], ["5 nats or more: a surprise", "rgba(184,79,184,.7)"]] },
-  gap: { title: "gap between trainer and engine", needs: "trainer_logprobs", legend: [["trainer likelier", "rgba(47,111,222,.6)"], ["equal", "transparent"], ["engine likelier", "rgba(209,73,91,.6)"]] },
-  advantage: { title: "advantage", needs: "advantages", legend: [["made less likely", "rgba(209,73,91,.6)"], ["none", "transparent"], ["made more likely", "rgba(42,157,111,.6)"]] },
+  mask: {
+    title: "who wrote it",
+    legend: [
+      ["policy, in the loss", "rgba(42,157,111,.38)"],
+      ["policy, not in the loss", "rgba(224,123,57,.4)"],
+      ["given", "transparent"],
+    ],
+  },
+  logprob: {
+    title: "log-probability (engine)",
+    legend: [
+      ["certain", "transparent"],
+      ["2.5 nats", "rgba(184,79,184,.35)"],
+      ["5 nats or more: a surprise", "rgba(184,79,184,.7)"],
+    ],
+  },
+  gap: {
+    title: "gap between trainer and engine",
+    needs: "trainer_logprobs",
+    legend: [
+      ["trainer likelier", "rgba(47,111,222,.6)"],
+      ["equal", "transparent"],
+      ["engine likelier", "rgba(209,73,91,.6)"],
+    ],
+  },
+  advantage: {
+    title: "advantage",
+    needs: "advantages",
+    legend: [
+      ["made less likely", "rgba(209,73,91,.6)"],
+      ["none", "transparent"],
+      ["made more likely", "rgba(42,157,111,.6)"],
+    ],
+  },
   version: { title: "version of the weights", legend: [] },
 };
 
 function gapOf(tokens, place) {
-  return tokens.trainer_logprobs && tokens.sampled[place] ? tokens.trainer_logprobs[place] - tokens.rollout_logprobs[place] : null;
+  return tokens.trainer_logprobs && tokens.sampled[place]
+    ? tokens.trainer_logprobs[place] - tokens.rollout_logprobs[place]
+    : null;
 }
 
 function greatest(values) {
@@ -29,7 +61,10 @@ function tokenColours(tokens, by) {
     const inLoss = tokens.in_loss || tokens.sampled;
     return places.map((place) => COLOURINGS.mask.legend[inLoss[place] ? 0 : tokens.sampled[place] ? 1 : 2][1]);
   }
-  if (by === "logprob") return places.map((place) => diverging(tokens.sampled[place] ? tokens.rollout_logprobs[place] : 0, 5, "184,79,184", "184,79,184"));
+  if (by === "logprob")
+    return places.map((place) =>
+      diverging(tokens.sampled[place] ? tokens.rollout_logprobs[place] : 0, 5, "184,79,184", "184,79,184"),
+    );
   if (by === "gap") {
     const gaps = places.map((place) => gapOf(tokens, place));
     const most = Math.max(0.01, greatest(gaps));
@@ -40,14 +75,24 @@ function tokenColours(tokens, by) {
     return places.map((place) => diverging((tokens.advantages || [])[place], most, red, green));
   }
   const versions = [...new Set(tokens.versions.filter((version) => version >= 0))];
-  return places.map((place) => tokens.versions[place] < 0 ? "transparent" : PALETTE[versions.indexOf(tokens.versions[place]) % PALETTE.length] + "66");
+  return places.map((place) =>
+    tokens.versions[place] < 0
+      ? "transparent"
+      : PALETTE[versions.indexOf(tokens.versions[place]) % PALETTE.length] + "66",
+  );
 }
 
 function tokenLegend(tokens, by) {
   const versions = [...new Set(tokens.versions.filter((version) => version >= 0))];
-  const rows = by === "version" ? versions.map((version, place) => [`version ${version}`, PALETTE[place % PALETTE.length] + "66"]) : COLOURINGS[by].legend;
-  return el("div", { class: "legend" }, rows.map(([text, colour]) =>
-    el("span", {}, el("span", { class: "swatch", style: `background:${colour}` }), text)));
+  const rows =
+    by === "version"
+      ? versions.map((version, place) => [`version ${version}`, PALETTE[place % PALETTE.length] + "66"])
+      : COLOURINGS[by].legend;
+  return el(
+    "div",
+    { class: "legend" },
+    rows.map(([text, colour]) => el("span", {}, el("span", { class: "swatch", style: `background:${colour}` }), text)),
+  );
 }
 
 // A line break ends a token's text and its line.
@@ -59,12 +104,20 @@ function visible(piece) {
 function factsOf(tokens, place) {
   const fact = (name, value) => (value === null || value === undefined ? null : `${name} ${number(value, 5)}`);
   const sampled = tokens.sampled[place];
-  return [`token ${place}: ${JSON.stringify(tokens.pieces[place])}`, `id ${tokens.ids[place]}`,
-    sampled ? fact("turn", tokens.turns[place] + 1) : "given, not sampled", sampled ? fact("engine logprob", tokens.rollout_logprobs[place]) : null,
+  return [
+    `token ${place}: ${JSON.stringify(tokens.pieces[place])}`,
+    `id ${tokens.ids[place]}`,
+    sampled ? fact("turn", tokens.turns[place] + 1) : "given, not sampled",
+    sampled ? fact("engine logprob", tokens.rollout_logprobs[place]) : null,
     sampled && tokens.trainer_logprobs ? fact("trainer logprob", tokens.trainer_logprobs[place]) : null,
-    fact("gap", gapOf(tokens, place)), sampled && tokens.advantages ? fact("advantage", tokens.advantages[place]) : null,
-    sampled ? fact("version", tokens.versions[place]) : null, tokens.rewards && tokens.rewards[place] ? fact("reward here", tokens.rewards[place]) : null,
-    tokens.in_loss && sampled && !tokens.in_loss[place] ? "not in the loss" : null].filter(Boolean).join("  |  ");
+    fact("gap", gapOf(tokens, place)),
+    sampled && tokens.advantages ? fact("advantage", tokens.advantages[place]) : null,
+    sampled ? fact("version", tokens.versions[place]) : null,
+    tokens.rewards && tokens.rewards[place] ? fact("reward here", tokens.rewards[place]) : null,
+    tokens.in_loss && sampled && !tokens.in_loss[place] ? "not in the loss" : null,
+  ]
+    .filter(Boolean)
+    .join("  |  ");
 }
 
 // Stretches of tokens: the prompt, then turns of the policy and what the environment answers.
@@ -97,11 +150,32 @@ function placesOf(tokens, search) {
 function tokenView(tokens, by, search, onChoose) {
   const found = tokenColours(tokens, by);
   const hits = placesOf(tokens, search);
-  return turnsOf(tokens).map(({ kind, places, turn }, index) => el("div", { class: kind ? "turn policy" : "turn" },
-    el("div", { class: "quiet" }, `${kind ? `policy, turn ${turn + 1}` : index ? "environment" : "prompt"}, ${places.length} tokens`),
-    el("div", { class: "tokens" }, places.map((place) => {
-      const mouse = () => onChoose(place, false);
-      return el("span", { style: `background:${found[place]}`, "data-place": place, class: hits.has(place) ? "found" : null, onmouseover: mouse },
-        visible(tokens.pieces[place]));
-    }))));
+  return turnsOf(tokens).map(({ kind, places, turn }, index) =>
+    el(
+      "div",
+      { class: kind ? "turn policy" : "turn" },
+      el(
+        "div",
+        { class: "quiet" },
+        `${kind ? `policy, turn ${turn + 1}` : index ? "environment" : "prompt"}, ${places.length} tokens`,
+      ),
+      el(
+        "div",
+        { class: "tokens" },
+        places.map((place) => {
+          const mouse = () => onChoose(place, false);
+          return el(
+            "span",
+            {
+              style: `background:${found[place]}`,
+              "data-place": place,
+              class: hits.has(place) ? "found" : null,
+              onmouseover: mouse,
+            },
+            visible(tokens.pieces[place]),
+          );
+        }),
+      ),
+    ),
+  );
 }

@@ -2,6 +2,7 @@
 
 import logging
 import pathlib
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 DEVICE_FILES = "nvidia[0-9]*"
 """Names of the GPUs of a machine under /dev."""
+LOOK_S = 0.5
+"""Seconds between two looks at the nodes."""
 ANSWER_S = 60.0
 """Seconds that the nodes may take to answer a question. Each starts a process for it."""
 
@@ -81,12 +84,19 @@ def noticing_deaths(ids: Collection[str]) -> Iterator[None]:
     """Raises NodeDied for an error inside the block if one of the nodes is gone, which then is the cause."""
     try:
         yield
-    except NodeDied:
-        raise
     except RlframeError as error:
-        if lost := gone(ids):
+        lost = gone(ids)
+        wait_until_given_up(lost)
+        if lost and not isinstance(error, NodeDied):
             raise died(lost, said=str(error)) from error
         raise
+
+
+def wait_until_given_up(lost: Sequence[Node]) -> None:
+    """Waits until Ray knows that the nodes are gone, at most ANSWER_S. It would place workers there until then."""
+    ids, deadline = {node.id for node in lost}, time.monotonic() + ANSWER_S
+    while any(node.id in ids for node in alive()) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
 
 
 def died(lost: Sequence[Node], *, said: str) -> NodeDied:

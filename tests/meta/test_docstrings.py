@@ -33,9 +33,9 @@ VERBS = frozenset(
     Reloads Remembers Removes Renames Renders Replaces Replays Reports Requests Requires Reserves Resets Resizes
     Resolves Restarts Restores Resumes Retries Returns Reverses Rewinds Rounds Routes Runs Samples Saves Scales
     Scores Searches Seeds Selects Sends Sets Shares Shows Shuffles Signals Simulates Skips Sleeps Sorts Splits
-    Spreads Stages Starts Stops Stores Streams Submits Subtracts Sums Switches Synchronizes Syncs Takes Tests Ties
-    Tokenises Tracks Trains Transfers Translates Tries Truncates Turns Suspends Undoes Unmaps Unpacks Updates Uploads Uses
-    Validates Verifies Waits Wakes Walks Warns Watches Weighs Withdraws Wraps Writes Yields Zeroes
+    Spreads Stages Starts Stops Stores Streams Submits Subtracts Sums Switches Synchronizes Syncs Takes Tests
+    Ties Tokenises Tracks Trains Transfers Translates Tries Truncates Turns Undoes Unmaps Unpacks Updates Uploads Uses
+    Suspends Validates Verifies Waits Wakes Walks Warns Watches Weighs Withdraws Wraps Writes Yields Zeroes
     """.split()
 )
 

@@ -175,6 +175,7 @@ def test_the_pages_have_commands() -> None:
     assert len(BLOCKS) > 25 and sum(block.comment == "run" for block in BLOCKS) > 4
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
 def test_each_command_of_a_block_is_composed(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(block.page, folder)
@@ -188,11 +189,7 @@ def test_each_command_of_a_block_is_composed(block: Block, folder: Path, monkeyp
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "block",
-    [block for block in BLOCKS if not block.needs and block.comment != "refused"],
-    ids=lambda block: block.place,
-)
+@pytest.mark.parametrize("block", CHECKED, ids=lambda block: block.place)
 def test_each_command_of_a_block_has_no_fault(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(block.page, folder)
     own_model(folder / "my_model")

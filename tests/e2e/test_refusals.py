@@ -33,8 +33,8 @@ def refusal(folder: Path, *arguments: str) -> str:
     ("arguments", "parts"),
     [
         (["--config-name", "nothing"], ["the configuration has 1 fault:\n", "nothing"]),
-        (["rollout=vlm"], ["Could not find 'rollout/vlm'", "transformers"]),
-        (["steps"], ["Error parsing override 'steps'"]),
+        (["rollout=vlm"], ["rollout must name a file of configs/rollout: ", "transformers", "did you mean vllm?"]),
+        (["steps"], ["steps is not a tool: there are audit, ", "key=value"]),
     ],
     ids=["config", "choice", "override"],
 )

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -56,11 +57,17 @@ class Parts:
         config: RunConfig,
         requirements: Requirements,
         stack: ExitStack,
-        start_up: StartUp,
+        start_up: StartUp | None = None,
         callbacks: Callbacks | None = None,
     ):
+        """
+        Args:
+            start_up: times the parts of the start; None begins now.
+            callbacks: told what the loop does; None tells nobody.
+        """
         self.callbacks = callbacks
-        self.config, self.requirements, self.stack, self.start_up = config, requirements, stack, start_up
+        self.config, self.requirements, self.stack = config, requirements, stack
+        self.start_up = start_up or StartUp(time.monotonic())
         self.folder = config.folder
         # First: it takes seconds at most, and its errors must not wait for anything.
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)

@@ -1,6 +1,5 @@
 """The program: `python -m rlframe.tools.doctor [--json] [--folder FOLDER] [--cluster [ADDRESS]]`."""
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,13 +11,14 @@ from rlframe.tools.doctor.checks import findings
 from rlframe.tools.doctor.cluster import NoCluster, ask
 from rlframe.tools.doctor.facts import Facts, Finding
 from rlframe.tools.doctor.nodes import Node, differences
+from rlframe.utils.arguments import Parser
 
 ABOUT = "Reports what this machine, or every node of a Ray cluster, offers to rlframe, and the commands that mend it."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints facts and findings. Returns 1 if runs would fail, 2 if no cluster answers, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m rlframe.tools.doctor", description=ABOUT)
+    parser = Parser(prog="python -m rlframe.tools.doctor", description=ABOUT)
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     parser.add_argument("--folder", default="outputs", help="folder to which runs write (outputs)")
     parser.add_argument("--no-network", action="store_true", help="do not connect to the hub")

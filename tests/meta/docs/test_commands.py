@@ -24,6 +24,8 @@ from rlframe.utils.errors import ConfigError
 from tests.meta.checkout import ROOT
 from tests.meta.docs.pages import Block, all_blocks, blocks, files_of, records, words
 
+pytestmark = pytest.mark.later
+
 BLOCKS = all_blocks("bash")
 CHECKED = [block for block in BLOCKS if not block.needs and block.comment not in ("refused", "run")]
 """Blocks whose commands are checked as a whole. The others need more, are refused, or are run."""
@@ -175,7 +177,6 @@ def test_the_pages_have_commands() -> None:
     assert len(BLOCKS) > 25 and sum(block.comment == "run" for block in BLOCKS) > 4
 
 
-@pytest.mark.later
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
 def test_each_command_of_a_block_is_composed(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(block.page, folder)

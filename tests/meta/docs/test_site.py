@@ -17,6 +17,8 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
+pytestmark = pytest.mark.later
+
 SITE = ROOT / "docs" / "site" / "mkdocs.yml"
 
 

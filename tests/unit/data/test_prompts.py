@@ -14,6 +14,8 @@ from rlframe.data.cursor import Cursor
 from rlframe.data.prompts import PromptSource
 from rlframe.utils.errors import DataError
 
+pytestmark = pytest.mark.later
+
 
 def write(file: Path, rows: list[dict]) -> str:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

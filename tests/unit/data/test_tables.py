@@ -24,6 +24,8 @@ from rlframe.utils.errors import DataError
 from tests.unit.data.marks import write
 from tests.unit.data.test_cache import ROWS, content
 
+pytestmark = pytest.mark.later
+
 STRANGE = [
     '{"a": 1}',
     '{"a": "x"}',

@@ -20,6 +20,8 @@ from rlframe.types.messages import Message
 from tests.unit.attempts.rendering.conversations import TOOLS, Scene, Turn, sampled, scenes
 from tests.unit.attempts.rendering.families import FAMILIES, data_of, renderer_of, tokenizer_of
 
+pytestmark = pytest.mark.later
+
 FRAGMENTS = (
     *(
         '{"name": "add", ',

@@ -11,6 +11,8 @@ from rlframe.run.load import load
 from rlframe.run.roles import topology
 from rlframe.utils.errors import ConfigError
 
+pytestmark = pytest.mark.later
+
 
 @pytest.fixture(autouse=True)
 def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

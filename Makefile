@@ -1,7 +1,7 @@
 # Each tier is for a moment of a contributor's work; the minutes are budgets on two cores (tests/durations.json).
 #
 # check: before every commit, 2 minutes. Style, types and layers; beside them the tests of one process.
-# test: before merging, 8 minutes. check, and one cell of each kind of behaviour that takes several processes: ranks on
+# test: before merging, 9 minutes. check, and one cell of each kind of behaviour that takes several processes: ranks on
 #   every axis, Ray, syncs, deaths, whole runs that resume. tests/durations.json is its budget.
 # test-engines: after a change of rlframe/rollout or of an engine's version. The same contract for the embedded engine,
 #   vLLM and SGLang, which lies in the folder SGLANG (tests/requirements-sglang-cpu.txt) or is installed, and the main job

@@ -104,7 +104,7 @@ def hub(*, ask: bool) -> Hub:
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
     offline = (os.environ.get("HF_HUB_OFFLINE") or "0").upper() in ("1", "ON", "YES", "TRUE")
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    endpoint = _endpoint()
     existing = next(place for place in (cache, *cache.parents) if place.exists())
     proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy"))
     return Hub(
@@ -112,8 +112,17 @@ def hub(*, ask: bool) -> Hub:
         is_writable=os.access(existing, os.W_OK),
         is_offline=offline,
         endpoint=endpoint,
-        error=_unreachable(endpoint) if ask and not offline and not proxied else "",
+        error=_unreachable(endpoint) if ask and endpoint and not offline and not proxied else "",
     )
+
+
+def _endpoint() -> str:
+    """Returns the address of the hub. Empty without its package."""
+    try:
+        from huggingface_hub.constants import ENDPOINT  # noqa: PLC0415 - the other facts do not need it
+    except ImportError:
+        return ""
+    return ENDPOINT
 
 
 def ray() -> Ray:

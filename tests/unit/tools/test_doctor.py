@@ -44,7 +44,7 @@ GOOD = Facts(
         is_clock_kept=True,
     ),
     disk=Disk(folder="/runs", free_gib=900.0, mib_per_s=1500.0),
-    hub=Hub(cache="/cache", endpoint="https://huggingface.co"),
+    hub=Hub(cache="/cache", endpoint="https://hub.example"),
     ray=Ray(),
 )
 """A machine with two GPUs on which nothing is to be mended."""
@@ -186,7 +186,7 @@ CASES = [
     ),
     (with_part("disk", error="Read-only file system"), True, "/runs cannot be written: Read-only", "python -m rlframe"),
     (with_part("hub", is_writable=False), True, "the cache of the hub, /cache, cannot be written", "export HF_HOME="),
-    (with_part("hub", error="timed out"), False, "the hub at https://huggingface.co cannot", "export HF_HUB_OFFLINE=1"),
+    (with_part("hub", error="timed out"), False, "the hub at https://hub.example cannot", "export HF_HUB_OFFLINE=1"),
     (with_part("ray", auth_mode="token"), True, "RAY_AUTH_MODE is token, and there is no", "ray get-auth-token --gen"),
     (with_part("ray", address="h:6379"), False, "Ray at h:6379 is not asked for a token", "ray get-auth-token --gener"),
     (

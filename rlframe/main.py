@@ -167,13 +167,13 @@ def launch(composed: DictConfig) -> Job:
     """Runs one composed configuration. With `-m` Hydra calls it once per combination. The sweep continues after a
     combination that ends early; its table reports it, and the exit code of the program is the greatest."""
     garbage.hold()
-    from rlframe.run.folder import claim  # noqa: PLC0415 - help must not wait for torch
-
     job = Job.begin()
     stop = Stop()
     stop.listen()
     try:
         with telling_what_is_awaited() as begin:
+            from rlframe.run.folder import claim  # noqa: PLC0415 - help must not wait for torch
+
             run = prepare(composed)
             with closing(claim(run, job.overrides)) as lock:
                 job.output = run.output

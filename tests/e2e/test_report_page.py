@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.loops.report.page import can_draw, write_page
+from rlframe.loops.report.page import write_page
 from tests.unit.loops.report.runs import HOSTILE, record, run_folder, write_samples
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -21,7 +21,6 @@ function dispatch(key) { document.body.dispatchEvent(new KeyboardEvent("keydown"
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(BROWSER is None, reason="needs Chromium"),
-    pytest.mark.skipif(not can_draw(), reason="needs plotly"),
 ]
 
 

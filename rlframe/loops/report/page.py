@@ -6,7 +6,6 @@ page as text, never as HTML, and the page may load nothing (its Content-Security
 
 import base64
 import gzip
-import importlib.util
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -21,32 +20,22 @@ from rlframe.loops.report.ended import ended
 from rlframe.loops.report.files import flat, json_lines, read_yaml, settings_of
 from rlframe.loops.report.times import times
 from rlframe.loops.reporting.samples import sample_files
-from rlframe.utils.errors import RlframeError
 from rlframe.utils.files import write_whole
 from rlframe.utils.text import printable
 
 REPORT = "report.html"
 SCRIPTS = ("base", "charts", "overview", "timeline", "tokens", "rollouts", "tables", "main")
 """Scripts of the page, in their order."""
-MISSING = "its curves need the package plotly; pip install 'rlframe[report]'"
 MOST_WARNINGS = 200
 """Greatest number of different warnings in the page."""
-
-
-def can_draw() -> bool:
-    """Returns whether the plotting library is installed."""
-    return importlib.util.find_spec("plotly") is not None
 
 
 def write_page(outputs: Sequence[Path], to: Path) -> int:
     """Writes the page of one run, or of several to compare. Returns its size in bytes.
 
     Raises:
-        RlframeError: the plotting library is missing, or a folder is not that of a run.
-        OutputError: the file cannot be written.
+        OutputError: a folder is not that of a run, or the file cannot be written.
     """
-    if not can_draw():
-        raise RlframeError(f"{REPORT} cannot be written: {MISSING}")
     runs = [run_of(output, most_bytes=MOST_BYTES // len(outputs)) for output in outputs]
     page = render({"made_at": time.time(), "runs": runs}).encode()
     write_whole(to, page)

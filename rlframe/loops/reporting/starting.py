@@ -69,7 +69,7 @@ def telling_what_is_awaited() -> Iterator[Callable[[], None]]:
 def stage_of(activities: Sequence[Activity]) -> tuple[str, str]:
     """Returns the name of the present stage, and what it is in words, with the workers that are waited for."""
     if not activities:
-        return FIRST, FIRST
+        return FIRST, f"{FIRST}; after an install Python compiles the packages once"
     calls = [activity for activity in activities if activity.is_call]
     phases = [activity for activity in activities if not activity.is_call and not activity.is_run]
     if calls:

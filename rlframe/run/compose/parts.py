@@ -20,7 +20,6 @@ from rlframe.data.text.chat import end_token
 from rlframe.data.text.special_tokens import special_tokens
 from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.phases import Phases, Sleeper
-from rlframe.loops.report.page import MISSING, can_draw
 from rlframe.loops.report.refresh import Refresh
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.start_up import StartUp
@@ -180,12 +179,10 @@ class Parts:
         for tracker in trackers(config.logging, self.folder, config.name, resolved, self.done_steps):
             self.stack.push(partial(_close, tracker))
             yield tracker
-        if config.logging.report and can_draw():
+        if config.logging.report:
             page = Uploads("report.html", partial(Refresh, self.folder), setting="logging.report")
             self.stack.push(partial(_close, page))
             yield page
-        elif config.logging.report:
-            logger.info("report.html is not written: %s", MISSING)
 
 
 def _close(tracker: Tracker, _: type[BaseException] | None, error: BaseException | None, *__: Any) -> None:

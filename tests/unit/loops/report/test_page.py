@@ -15,7 +15,7 @@ from rlframe.loops.report.curves import MOST_POINTS, curves
 from rlframe.loops.report.meanings import FIRST, meaning
 from rlframe.loops.report.page import run_of, write_page
 from rlframe.loops.report.refresh import EVERY_S, Refresh
-from rlframe.utils.errors import OutputError, RlframeError
+from rlframe.utils.errors import OutputError
 from tests.unit.loops.report.runs import HOSTILE, record, run_folder, write_samples
 
 LIBRARY = b"window.Plotly = {};"
@@ -122,12 +122,6 @@ def test_where_the_data_ended(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is not the folder of a run"):
         write_page([tmp_path], tmp_path / "report.html")
-
-
-def test_a_missing_library_is_said_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "can_draw", lambda: False)
-    with pytest.raises(RlframeError, match="need the package plotly; pip install 'rlframe\\[report\\]'"):
-        write_page([run_folder(tmp_path / "run")], tmp_path / "report.html")
 
 
 def test_attempts_of_steps_between_go_where_there_is_no_room(tmp_path: Path) -> None:

@@ -27,11 +27,12 @@ class Device(StrEnum):
 
 
 class Preflight(StrEnum):
-    """Whether memory is predicted before a run starts."""
+    """Ways to use the memory that is predicted before a run starts."""
 
     AUTO = "auto"
     """A run that cannot fit is refused."""
     OFF = "off"
+    """Nothing is predicted, and no run is refused for its memory."""
 
 
 @dataclass(kw_only=True, slots=True)

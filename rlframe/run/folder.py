@@ -29,6 +29,7 @@ FREE_ON_RESUME = (
     "cluster",
     "data.cache_folder",
     "data.cache_gb",
+    "data.num_processes",
     "train.parallel",
     "critic.train.parallel",
     "critic.colocate",

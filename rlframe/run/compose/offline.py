@@ -13,11 +13,7 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
     """Returns the offline loop with every part started."""
     config, required = parts.config, parts.requirements
     assert required.data is not None
-    placement = parts.devices()
-    # Processes first, which start while the data is made ready.
-    policy = models.policy(parts, placement, algorithm)
-    engines = models.teacher_engines(parts, placement)
-    teacher = models.teacher(parts, placement, algorithm, policy, engines)
+    # Before Ray: what is wrong with the data is said at once, and processes that tokenise it inherit no threads of Ray.
     examples = find_source(required.data)(
         config.data,
         tokenizer=parts.tokenizer,
@@ -25,6 +21,10 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
         max_tokens=config.train.sequence_tokens,
     )
     parts.start_up.done("data")
+    placement = parts.devices()
+    policy = models.policy(parts, placement, algorithm)
+    engines = models.teacher_engines(parts, placement)
+    teacher = models.teacher(parts, placement, algorithm, policy, engines)
     if engines:
         engines.start()
     parts.start_groups()

@@ -31,17 +31,18 @@ from rlframe.weight_sync.config import HoldIn
 def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     """Returns the online loop, every part of it started and calibrated."""
     config = parts.config
+    # Before Ray: what is wrong with the data is said at once, and processes that tokenise it inherit no threads of Ray.
+    prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
+    sets = evaluation_sets(parts, prompts)
+    examples = given_responses(parts, prompts)
+    parts.start_up.done("data")
     placement = parts.devices()
-    # Processes first, which start at the same time and while the data is made ready.
+    # All processes before any model, so that they start at the same time.
     rollout = models.rollout(parts, placement)
     apart = models.evaluation_engines(parts, placement)
     models_trained = trained(parts, placement, algorithm)
     policy = models_trained.policy
     attempts = models.attempts(parts, rollout)
-    prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
-    sets = evaluation_sets(parts, prompts)
-    examples = given_responses(parts, prompts)
-    parts.start_up.done("data")
     start(parts, models_trained, [rollout, apart] if apart else [rollout])
     weight_sync = synced(parts, policy, rollout)
     parts.start_up.done("weight sync")

@@ -276,16 +276,31 @@ def lost_of(ended: Ended) -> dict[DropReason, int]:
     return {reason: len(attempts) for reason, attempts in ended.lost.items()}
 
 
-def test_interrupted_responses_go_on_where_they_were(attempts: Attempts):
+def slow(worker: RolloutWorker) -> None:
+    """The engine takes a second longer for each forward pass from here on; `fast` undoes it."""
+    model = worker.engine.model  # type: ignore[attr-defined]
+    model.undone = model.register_forward_pre_hook(lambda *_: time.sleep(1.0))
+
+
+def fast(worker: RolloutWorker) -> None:
+    worker.engine.model.undone.remove()  # type: ignore[attr-defined]
+
+
+def test_interrupted_responses_go_on_where_they_were(group: RolloutGroup, attempts: Attempts):
     """What a checkpoint holds of them is the beginning of what they become, here and in a run that goes on with it."""
     sampling = SamplingParams(max_tokens=100, min_tokens=100)
     names = [prompt.id for prompt in PROMPTS]
     expected = said(attempts.generate(PROMPTS, group_size=2, step=1, sampling=sampling))
+    for engine in range(2):
+        # None of them ends between two interruptions: the 100 tokens take more than a minute and a half.
+        in_engine(group, engine, slow)
     attempts.start([attempts.task(each, step=1, sampling=sampling) for each in groups_of(2)])
     tasks: list[Task] = []
     while not any(progress.begun for task in tasks for progress in task.progress):
         with attempts.interrupted() as (tasks, _):
             assert {task.group.id for task in tasks} == set(names)
+    for engine in range(2):
+        in_engine(group, engine, fast)
     for task in tasks:
         for rollout, whole in zip(task.group.rollouts, expected[names.index(task.group.id)], strict=True):
             assert rollout.token_ids.tolist() == whole[: rollout.num_tokens]
@@ -315,16 +330,6 @@ def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_pat
     assert all(len(each.group.rollouts) == 2 for name, each in ended.items() if name not in timed_out)
     (tmp_path / "never").touch()
     late.close()
-
-
-def slow(worker: RolloutWorker) -> None:
-    """The engine takes a second longer for each forward pass from here on; `fast` undoes it."""
-    model = worker.engine.model  # type: ignore[attr-defined]
-    model.undone = model.register_forward_pre_hook(lambda *_: time.sleep(1.0))
-
-
-def fast(worker: RolloutWorker) -> None:
-    worker.engine.model.undone.remove()  # type: ignore[attr-defined]
 
 
 def test_the_engine_ends_the_request_of_an_attempt_that_takes_too_long(group: RolloutGroup, attempts: Attempts):

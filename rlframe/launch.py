@@ -189,13 +189,13 @@ def tell(error: BaseException) -> None:
 
 
 def prepare(composed: DictConfig) -> "RunConfig":
-    """Returns the checked RunConfig. Each job of a sweep gets a numbered folder."""
+    """Returns the checked RunConfig. Each job of a sweep gets a numbered folder in `output`."""
     from rlframe.run.check import checked  # noqa: PLC0415 - as in launch
 
     hydra_config = HydraConfig.get()
     config_name = hydra_config.job.config_name
     assert config_name is not None
-    output = None
+    values = to_values(composed, config_name=config_name)
     if hydra_config.mode is RunMode.MULTIRUN:
-        output = f"outputs/{composed.get('name', config_name)}/{hydra_config.job.num}"
-    return checked(to_values(composed, config_name=config_name, output=output))
+        values["output"] = f"{values['output']}/{hydra_config.job.num}"
+    return checked(values)

@@ -160,9 +160,8 @@ def refusal(error: Exception) -> ConfigError:
     return ConfigError([str(error)])
 
 
-def to_values(composed: DictConfig, *, config_name: str, output: str | None = None) -> dict[str, Any]:
-    """Returns `composed` as a plain dict. `name` defaults to `config_name`, `output` to the argument or
-    `outputs/<name>`.
+def to_values(composed: DictConfig, *, config_name: str) -> dict[str, Any]:
+    """Returns `composed` as a plain dict. `name` defaults to `config_name`, `output` to `outputs/<name>`.
 
     Raises:
         ConfigError: an interpolation that leads nowhere.
@@ -173,4 +172,4 @@ def to_values(composed: DictConfig, *, config_name: str, output: str | None = No
         raise ConfigError([str(error)]) from error
     assert isinstance(values, dict)
     name = values.get("name", config_name.removesuffix(".yaml"))
-    return {"name": name, "output": output or f"outputs/{name}"} | {str(key): value for key, value in values.items()}
+    return {"name": name, "output": f"outputs/{name}"} | {str(key): value for key, value in values.items()}

@@ -79,14 +79,15 @@ def tell(words: Callable[[], str]) -> None:
 
 
 def importing() -> str:
-    """Returns which package the main thread imports, in words. Empty where it imports none."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - there is no other way
+    """Returns which package the main thread imports, in words: of several that import one another, the first. Empty
+    where it imports none."""
+    frame, first = sys._current_frames().get(threading.main_thread().ident or 0), ""  # noqa: SLF001 - no other way
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if frame.f_code.co_name == "<module>" and package not in OWN:
-            return f"import of {package}; after an install Python compiles the packages once"
+            first = package
         frame = frame.f_back
-    return ""
+    return f"import of {first}; after an install Python compiles the packages once" if first else ""
 
 
 def main() -> None:

@@ -84,6 +84,8 @@ def engine_arguments(
         "disable_log_stats": True,
         "enable_return_routed_experts": with_routes,
     }
+    if not config.compile and not config.enforce_eager:
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if cuda else "NONE"}
     if cuda:
         options |= {"enable_sleep_mode": True, "moe_backend": config.moe_backend.value}
     else:

@@ -2,8 +2,8 @@
 
 Each process is a bare interpreter (`python -m rlframe.data.parallel DESCRIPTOR`) that imports only its work: it has no
 lock of a thread of this process, and does not run the user's main module as a pool of the standard library would. It is
-sent the work once and then a chunk at a time. Results come in the order of the chunks, whatever the number of processes,
-and so does the first error.
+sent the work once and then a chunk at a time. Results come in the order of the chunks, whatever the number of
+processes, and so does the first error.
 """
 
 import os

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 from numpy.typing import ArrayLike
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.curriculum import By
@@ -31,6 +30,7 @@ from rlframe.data.training import LEFT_OUT
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, by_attempt, reward_of
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)

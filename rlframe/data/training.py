@@ -9,7 +9,6 @@ from typing import Any, Generic
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.data import cache
 from rlframe.data.config import DataConfig
@@ -22,6 +21,7 @@ from rlframe.data.streaming import flow_over
 from rlframe.data.text.turns import Encoded
 from rlframe.types.batch import Sequences
 from rlframe.types.supervised import Examples
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)

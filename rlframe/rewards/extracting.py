@@ -28,8 +28,8 @@ class Extracting(Work):
         reward = build_reward(self.part, key="reward.parts")
         if not reward.extracts:
             raise RewardError(
-                f"the reward {self.part.name!r} does not say which answer a response gives; a class derived from Reward "
-                "says it with `def extract(self, attempt: Attempt) -> str | None`"
+                f"the reward {self.part.name!r} does not say which answer a response gives; a class derived from "
+                "Reward says it with `def extract(self, attempt: Attempt) -> str | None`"
             )
 
         def run(attempt: Attempt) -> str | None:

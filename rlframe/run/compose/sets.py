@@ -6,7 +6,7 @@ from functools import partial
 from rlframe.data import builtin
 from rlframe.data.prompts import PromptSource
 from rlframe.data.sets import read_prompts
-from rlframe.loops.evaluation_sets import EvaluationSet
+from rlframe.loops.evaluation.sets import EvaluationSet
 from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.extracting import extracted
 from rlframe.rewards.runner import attempt_of

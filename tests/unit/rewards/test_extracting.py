@@ -96,7 +96,7 @@ def test_answers_are_read_in_processes_of_their_own(own: Path) -> None:
         (
             "Bare",
             Per.ATTEMPT,
-            r"own.py:Bare': the class must define score, which per=attempt calls; add `def score\(se",
+            r"own.py:Bare': the class must define score, which per=attempt calls; add `def sc",
         ),
         ("OfGroups", Per.ATTEMPT, "add `def score.*`, or set per: group, with which score_group is called"),
         ("Whole", Per.GROUP, "must define score_group, .*or set per: attempt, with which score is called"),

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlframe.config.entries import SECTIONS, deletions
-from rlframe.config.overrides import quoted, rewritten
+from rlframe.config.overrides import overrides_last, quoted, rewritten
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
@@ -41,6 +41,7 @@ def command_line(arguments: Sequence[str], *, default_name: str) -> list[str]:
         ConfigError: an argument that Hydra would refuse, or a configuration, group or choice that does not exist, with
             the nearest name.
     """
+    arguments = overrides_last(arguments)
     extra = option(arguments, "--config-dir", "-cd")
     name = option(arguments, "--config-name", "-cn")
     folders = config_folders(extra)

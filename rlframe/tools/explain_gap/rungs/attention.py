@@ -5,8 +5,11 @@ from typing import Any
 
 from rlframe.tools.explain_gap.rung import Rung, Subject
 
-PLAIN = {"vllm": "TRITON_ATTN", "sglang": "triton"}
-"""Back end of each engine that computes attention as its formula says, with sums in float32."""
+PLAIN = {
+    "vllm": {"attention_config": {"backend": "TRITON_ATTN"}},
+    "sglang": {"attention_backend": "triton"},
+}
+"""Arguments with which each engine takes Triton's attention, whose sums are in float32."""
 
 
 class AttentionBackend(Rung):
@@ -15,7 +18,10 @@ class AttentionBackend(Rung):
     place = 110
     name = "attention"
     question = "Do the kernels of attention differ?"
-    remedy = "train.kernels.attention=unfused and rollout.engine_options.attention_backend=TRITON_ATTN (SGLang: triton)"
+    remedy = (
+        "train.kernels.attention=unfused with rollout.engine_options: attention_config.backend=TRITON_ATTN (vLLM), "
+        "attention_backend=triton (SGLang)"
+    )
     cost = "unfused attention keeps length^2 scores a head; much slower beyond 4,096 tokens"
 
     def refusal(self, subject: Subject) -> str:
@@ -26,10 +32,8 @@ class AttentionBackend(Rung):
 
     def settings(self, subject: Subject) -> Mapping[str, Any]:
         """See Rung."""
-        return {
-            "rollout.engine_options.attention_backend": PLAIN[subject.engine],
-            "train.kernels.attention": "unfused",
-        }
+        options = {f"rollout.engine_options.{name}": value for name, value in PLAIN[subject.engine].items()}
+        return {"train.kernels.attention": "unfused"} | options
 
 
 RUNG = AttentionBackend()

@@ -8,7 +8,6 @@ that explains little is not taken apart, so that one start answers for all.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, Protocol
 
 from rlframe.tools.explain_gap.gap import Gap, gap
@@ -101,6 +100,9 @@ class Ladder:
         self._settings: dict[str, Any] = {}
         self._start = self._reading = Reading(temperature=subject.run.rollout.temperature)
         self._sample: Sample | None = None
+        self._refusals = {rung.name: self._refusal(rung) for rung in rungs}
+        self._starting = [rung for rung in rungs if not self._refusals[rung.name] and rung.settings(subject)]
+        """The rungs that start an engine."""
 
     def climb(self) -> Climb:
         """Starts both sides, samples, and climbs all rungs."""
@@ -108,12 +110,8 @@ class Ladder:
         self._sample = self._sides.sample()
         self._climb = Climb(first=self._measure())
         self._tell(self._climb)
-        applying = []
-        for rung in self._rungs:
-            why = rung.refusal(self._subject) or self._refused(rung)
-            applying.append((rung, why, bool(rung.settings(self._subject)) if not why else None, rung.redraws))
-        for (starts, _), row in groupby(applying, key=lambda each: (each[2], each[3])):
-            for step in self._row(list(row), starts=starts):
+        for row in self._rows():
+            for step in self._row(row):
                 self._climb.steps.append(step)
                 self._tell(self._climb)
         return self._climb
@@ -129,19 +127,38 @@ class Ladder:
         """How the sides are read after the last rung."""
         return self._reading
 
-    def _refused(self, rung: Rung) -> str:
+    def _rows(self) -> Iterator[list[Rung]]:
+        """Yields neighbouring rungs that can be started together, and each other rung by itself."""
+        row: list[Rung] = []
+        for rung in self._rungs:
+            starts = rung in self._starting
+            if row and (self._refusals[rung.name] or (starts and rung.redraws == row[0].redraws)):
+                row.append(rung)
+                continue
+            if row:
+                yield row
+            row = [rung] if starts else []
+            if not starts:
+                yield [rung]
+        if row:
+            yield row
+
+    def _refusal(self, rung: Rung) -> str:
+        """Returns why a rung does not apply; empty if it does."""
+        if why := rung.refusal(self._subject):
+            return why
         settings = dict(rung.settings(self._subject))
         return self._impossible(settings) if settings else ""
 
-    def _row(self, row: list[tuple[Rung, str, bool | None, bool]], *, starts: bool | None) -> Iterator[Step]:
-        """Climbs neighbouring rungs of one kind: refused, without a start, or with one."""
-        if starts is None:
-            yield from (Step(names=(rung.name,), skipped=why) for rung, why, *_ in row)
-        elif starts:
-            yield from self._started([rung for rung, *_ in row])
+    def _row(self, row: Sequence[Rung]) -> Iterator[Step]:
+        """Climbs what `_rows` yields."""
+        refused = [rung.name for rung in row if self._refusals[rung.name]]
+        yield from (Step(names=(name,), skipped=self._refusals[name]) for name in refused)
+        applying = [rung for rung in row if rung.name not in refused]
+        if applying and applying[0] in self._starting:
+            yield from self._started(applying)
         else:
-            for rung, *_ in row:
-                yield self._switched(rung)
+            yield from map(self._switched, applying)
 
     def _switched(self, rung: Rung) -> Step:
         """Climbs a rung that starts nothing."""
@@ -168,7 +185,7 @@ class Ladder:
 
     def _started(self, row: list[Rung]) -> Iterator[Step]:
         """Climbs rungs that start an engine: all at once, and one after the other if they explain something."""
-        is_last = row[-1] is self._last_start()
+        is_last = row[-1] is self._starting[-1]
         if why := self._too_dear(is_last=is_last):
             yield from (Step(names=(rung.name,), skipped=why) for rung in row)
             return
@@ -201,7 +218,7 @@ class Ladder:
     def _too_dear(self, *, is_last: bool, starts: int = 1) -> str:
         """Returns why `starts` more engines must not be started; empty if they may."""
         # The last rung is worth more than any before it, so its start is kept back.
-        kept = 0 if is_last or self._last_start() is None else 1
+        kept = 0 if is_last else 1
         left = self._limits.engine_starts - self._sides.num_engine_starts - kept
         if left < starts:
             return f"would start engine {self._sides.num_engine_starts + 1} of at most {self._limits.engine_starts}"
@@ -210,11 +227,6 @@ class Ladder:
             if time.monotonic() - self._began + needed > self._limits.seconds:
                 return f"no time is left of {self._limits.seconds:g} s"
         return ""
-
-    def _last_start(self) -> Rung | None:
-        """Returns the highest rung that applies and starts an engine."""
-        found = [rung for rung in self._rungs if not rung.refusal(self._subject) and rung.settings(self._subject)]
-        return found[-1] if found else None
 
     def _measure(self) -> Gap:
         return gap(*self._reading.of(self._sides, self.sample))

@@ -32,15 +32,19 @@ class MemoryInUse:
     """The memory that a process uses at one moment."""
 
     host_bytes: int
-    """Bytes of its own and its children's, without what they share with others."""
+    """Bytes of its own, without what it shares with others."""
     device_bytes: int
     """Bytes of its tensors on its GPU. 0 on a CPU. Those of its children are not known."""
 
 
-def in_use() -> MemoryInUse:
-    """Returns the memory that this process uses."""
+def in_use(*, with_children: bool) -> MemoryInUse:
+    """Returns the memory that this process uses.
+
+    Args:
+        with_children: whether to add the host memory of the processes that it has started.
+    """
     process, host = psutil.Process(), 0
-    for each in (process, *process.children(recursive=True)):
+    for each in (process, *(process.children(recursive=True) if with_children else [])):
         with suppress(psutil.NoSuchProcess):
             held = each.memory_info()
             host += held.rss - getattr(held, "shared", 0)

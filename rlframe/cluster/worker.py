@@ -87,8 +87,8 @@ class Worker:
             use_address(ray.util.get_node_ip_address())
 
     def memory(self) -> memory.MemoryInUse:
-        """Returns the memory that this process uses."""
-        return memory.in_use()
+        """Returns the memory that this process and its children use."""
+        return memory.in_use(with_children=True)
 
     def info(self) -> WorkerInfo:
         """Returns the location of this worker. It is the group's first call, which also waits for the constructor."""

@@ -126,7 +126,7 @@ class WorkerGroup(Generic[W_co]):
         return [self.ask(rank, method, *arguments) for rank in (range(len(self.actors)) if ranks is None else ranks)]
 
     def memory(self) -> list[MemoryInUse]:
-        """Returns the memory that each actor uses."""
+        """Returns the memory that each actor and its children use."""
         return self.wait([actor.memory.remote() for actor in self.actors], doing="memory in use")
 
     def replace(self, rank: int) -> None:

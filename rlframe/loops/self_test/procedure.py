@@ -132,7 +132,7 @@ class Procedure(ABC, Generic[AnyLoop]):
 
     def memory(self) -> dict[str, MemoryInUse]:
         """Returns the memory of the driver and of all processes."""
-        found = {"driver": in_use()}
+        found = {"driver": in_use(with_children=False)}
         for role, group in self._groups.items():
             found |= {f"{role}-{rank}": each for rank, each in enumerate(group.memory())}
         return found

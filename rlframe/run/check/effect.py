@@ -47,8 +47,10 @@ class Need:
 
 
 GENERATION = Need(("generation",), lambda run: run.mode is not Mode.GENERATE, "mode={mode}", ("mode",))
+SELF_TEST = Need(("self_test",), lambda run: run.mode is not Mode.SELF_TEST, "mode={mode}", ("mode",))
 NEEDS = (
     GENERATION,
+    SELF_TEST,
     Need(
         (
             "train.num_minibatches",

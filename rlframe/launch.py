@@ -1,4 +1,4 @@
-"""What the entry point does: composes and checks the configuration, then runs the loop. `rlframe TOOL ...` starts a
+"""The work of the entry point: composes and checks the configuration, then runs the loop. `rlframe TOOL ...` starts a
 file of `rlframe/tools`."""
 
 import logging

@@ -109,7 +109,7 @@ class Reward(ABC):
 
     @property
     def extracts(self) -> bool:
-        """Whether the class has `extract`."""
+        """Returns whether the class has `extract`."""
         return type(self).extract is not Reward.extract
 
     def extract(self, attempt: Attempt) -> str | None:

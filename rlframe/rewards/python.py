@@ -73,7 +73,7 @@ class PythonFunction(Reward):
 
     @property
     def extracts(self) -> bool:
-        """Whether the user's class has `extract`, which a function has not."""
+        """Returns whether the user's class has `extract`, which a function has not."""
         return self._reward is not None and self._reward.extracts
 
     def extract(self, attempt: Attempt) -> str | None:

@@ -75,7 +75,7 @@ class Evaluated:
         self, rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str | None]], k: int
     ) -> Iterator[float]:
         for own, said in zip(rewards, answers, strict=True):
-            if len(own) >= k:
+            if len(said) >= k:
                 place = elected(said[:k])
                 yield float(place is not None and own[place] >= self.set.solved_reward)
 

@@ -1,4 +1,4 @@
-"""What a start waits for, in words; see `rlframe.utils.telling`."""
+"""Words for what a start waits for; see `rlframe.utils.telling`."""
 
 import socket
 

@@ -309,6 +309,7 @@ MUTATIONS: list[Mutation] = [
         "rlframe/loops/evaluation/sets.py",
         "tests/unit/loops/evaluation/test_sets.py",
         ("attempts that were lost count as unsolved", "if len(own) >= k:", "if True:"),
+        ("all attempts vote", "elected(said[:k])", "elected(said)"),
         (
             "unscored attempts have a reward",
             "if not math.isnan(reward := reward_of(sequences))",

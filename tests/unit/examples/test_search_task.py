@@ -11,6 +11,8 @@ from tests.meta.checkout import ROOT
 sys.path.insert(0, str(ROOT / "examples"))
 import search_task
 
+pytestmark = pytest.mark.later
+
 
 def test_each_made_up_answer_follows_from_two_documents(tmp_path: Path) -> None:
     corpus, questions = search_task.made_up(50, seed=1)

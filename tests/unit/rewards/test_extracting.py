@@ -12,6 +12,7 @@ from rlframe.rewards.scoring import Scoring
 from rlframe.types.rollout import FinishReason
 from rlframe.utils.errors import RewardError
 
+pytestmark = pytest.mark.later
 OWN = """
 from dataclasses import dataclass
 from rlframe.rewards.base import Reward
@@ -84,7 +85,6 @@ def test_a_class_of_ones_own_reads_answers_and_a_function_does_not(own: Path) ->
             Extracting(RewardTerm(name=name, options=options)).prepare()
 
 
-@pytest.mark.later
 def test_answers_are_read_in_processes_of_their_own(own: Path) -> None:
     config = RewardConfig(parts={"mine": RewardTerm(name=f"{own}:Whole")})
     assert extracted(config, "mine", [attempt("yes"), attempt(""), attempt("no")]) == ["y", None, "n"]

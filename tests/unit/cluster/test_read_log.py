@@ -3,11 +3,12 @@
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from rlframe.cluster.watch import sight
-from rlframe.cluster.watch.sight import LOG_LINES, State, log_tail, look
+from rlframe.cluster.watch.sight import LOG_LINES, State, ask, log_tail, look
 from tests.until import PATIENCE_S, until, until_state
 
 pytestmark = pytest.mark.later
@@ -63,3 +64,19 @@ def test_a_hanging_worker_shows_its_stack_and_lives_on(tmp_path: pathlib.Path, m
             assert process.poll() is None
         finally:
             process.kill()
+
+
+def test_stacks_are_read_when_nothing_is_added_to_them_any_more(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = ["Thread 1:\n  in first\n\n", "Thread 2:\n  in second\n"]
+
+    def sleep(_: float) -> None:
+        """Another piece is printed between two looks."""
+        with (tmp_path / "policy-3.stacks").open("a") as file:
+            file.write(pieces.pop(0) if pieces else "")
+
+    monkeypatch.setattr(sight, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+    with subprocess.Popen(["sleep", "600"]) as process:
+        found = ask(tmp_path / "policy-3.log", process.pid, None)
+    assert "in first" in found and "in second" in found

@@ -8,10 +8,24 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from packaging.version import Version
 
 IS_0_16 = Version(version("megatron-core")) < Version("0.17")
+
+
+def name_after_torch() -> None:
+    """Makes tensors in messages loadable without Megatron. Must be called before this process pickles one.
+
+    0.19 puts a function of its own, which loads plain tensors only, in the place of `torch.storage._load_from_bytes`
+    (`megatron/core/__init__.py`). Pickled tensors name it, so that every process that gets one, the driver too, would
+    import all of Megatron. Under torch's name each process loads them with the function that it has. 0.16 has no such
+    function, and nothing happens. Not needed any more once pickles of tensors in a process with Megatron do not name
+    it.
+    """
+    load: Any = torch.storage._load_from_bytes
+    load.__module__, load.__qualname__ = "torch.storage", "_load_from_bytes"
 
 
 def submodules(spec: Any) -> Any:

@@ -205,7 +205,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Returns [T, 1, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
+        """Returns [T, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None and attention_bias is None
         bounds = packed_seq_params.cu_seqlens_q
         if not hasattr(packed_seq_params, "layout"):
@@ -219,7 +219,7 @@ class PackedAttention(torch.nn.Module):
             )  # [sequence, heads, position, head_dim]
             grid = self.attend(grid_query, grid_key, grid_value, visible)
             output = output.index_put((query_rows[is_query],), grid.transpose(1, 2)[is_query])
-        return output.reshape(output.shape[0], 1, -1)
+        return output.flatten(1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
         """Returns [sequence, heads, position, value_dim] of one grid. If `visible` is None, each query attends to

@@ -1,4 +1,4 @@
-"""What differs between releases of Megatron-Core is in one file, and each entry says for which of them and until when."""
+"""What differs between releases of Megatron-Core is in one file. Each entry names them, and says when it can go."""
 
 import ast
 import pickle

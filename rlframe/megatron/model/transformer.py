@@ -124,7 +124,7 @@ def finalize_gradients(model: list, num_tokens: Tensor | None = None, **groups: 
       2. DDP: gradient_scaling_factor = 1, gradients are summed over DP x CP (experts: over expert DP, and the
          all-to-all has already summed over EP);
       3. finalize_model_grads: divides by the global num_tokens, unless it is None.
-    Passing None in step 3 leaves exactly the sum. Read in megatron-core 0.16.1; proven by the layout tests.
+    Passing None in step 3 leaves exactly the sum. Read in megatron-core 0.16.1 and 0.19.2; proven by the layout tests.
     """
     finalize_model_grads(model, None, **groups)
 

@@ -7,7 +7,9 @@ import pathlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
+import numpy as np
 from tqdm import tqdm
 
 from rlframe.loops.callbacks import Callbacks
@@ -16,6 +18,7 @@ from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
 from rlframe.loops.reporting.timeline import Timeline
 from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.loops.reporting.warned import Warned
+from rlframe.ops.responses import quantiles, repeated_fraction
 from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
 from rlframe.utils.jsonl import append, keep_steps
@@ -165,8 +168,9 @@ class MetricsLog:
                 "finish_reason": rollout.finish_reason,
                 "versions": [span.version for span in rollout.spans],
             }
-            append(self._samples, record)
             records.append(record)
+        if records:
+            append(self._samples, *records)
         every = self.config.sample_table_every_steps
         if records and every and (chosen.evaluation or chosen.step % every == 0):
             for tracker in self._trackers:
@@ -186,16 +190,16 @@ class MetricsLog:
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns metrics of the rollouts of a step: rewards of attempts, lengths of sequences, how they ended, how many
-    groups have a signal.
+    """Returns metrics of the rollouts of a step: rewards of attempts, lengths and repetition of sequences, how they
+    ended, how many groups have a signal.
 
     With `algorithm.mask_truncated` the `rollout/truncated_fraction` is excluded from the loss.
     """
     rollouts = members(groups)
     count, attempts = len(rollouts), attempts_in(rollouts)
-    rewards = scored(rollouts)
+    by_group = [scored(group.rollouts) for group in groups]
+    rewards = list(chain(*by_group))
     mean = mean_of(rewards)
-    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     at_tokens = [float(given.sum()) for rollout in rollouts if (given := rollout.rewards_at_tokens) is not None]
     troubles = Counter(pair for sequences in attempts for pair in sequences[-1].reward_troubles.items())
     return {
@@ -209,13 +213,30 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             for (name, trouble), number in sorted(troubles.items())
         },
         "reward/unscored_fraction": 1 - len(rewards) / len(attempts),
-        "reward/flat_groups_fraction": sum(len(set(scored(group.rollouts))) < 2 for group in groups) / len(groups),
-        "rollout/response_tokens_mean": sum(lengths) / count,
-        "rollout/response_tokens_max": float(max(lengths)),
+        "reward/flat_groups_fraction": sum(len(set(own)) < 2 for own in by_group) / len(groups),
+        **response_metrics(rollouts),
         "rollout/truncated_fraction": sum(rollout.finish_reason == "length" for rollout in rollouts) / count,
         "rollout/sampled": float(count),
         "rollout/tokens": float(sum(rollout.num_tokens for rollout in rollouts)),
         **environment_metrics(rollouts),
+    }
+
+
+def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Returns the lengths of what was sampled in each sequence, and how much it repeats itself."""
+    lengths = np.array([rollout.num_tokens for rollout in rollouts])
+    sampled = np.concatenate([rollout.loss_mask for rollout in rollouts])
+    tokens = np.concatenate([rollout.token_ids for rollout in rollouts])[sampled]
+    counts = np.add.reduceat(sampled, np.cumsum(lengths) - lengths, dtype=np.int64)
+    p50, p90, p99 = quantiles(counts, (0.5, 0.9, 0.99))
+    repeated = repeated_fraction(tokens, counts)
+    return {
+        "rollout/response_tokens_mean": int(counts.sum()) / len(rollouts),
+        "rollout/response_tokens_p50": p50,
+        "rollout/response_tokens_p90": p90,
+        "rollout/response_tokens_p99": p99,
+        "rollout/response_tokens_max": float(counts.max()),
+        **({} if repeated is None else {"rollout/repeated_fraction": repeated}),
     }
 
 

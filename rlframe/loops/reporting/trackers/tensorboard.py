@@ -26,10 +26,12 @@ class TensorBoard:
         self._writer = self._open(purge_step=done_steps + 1)
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step."""
+        """Writes one step, as one event: its thread then takes the driver's time once, and not for each metric."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415 - as above
+
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
         with writing(self._folder):
-            for key, value in metrics.items():
-                self._writer.add_scalar(key, value, step)
+            self._writer._get_file_writer().add_summary(Summary(value=values), step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes a text for each sample, in Markdown."""

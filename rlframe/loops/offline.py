@@ -51,7 +51,7 @@ class OfflineLoop(Loop):
             batch = self.prepared(batch)
         with self.phase("train", on=self.policy):
             result = self.policy.train(batch)
-        times = self.phase.step_times()
+        times = self.phase.step_times(self.policy)
         loss = result.metrics["train/loss"]
         self.results |= {"last_loss": loss} if "first_loss" in self.results else {"first_loss": loss, "last_loss": loss}
         self.metrics.log(

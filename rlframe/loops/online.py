@@ -85,7 +85,7 @@ class RolloutLoop(Loop):
             with self.phase("train", on=self.policy):
                 metrics |= self.policy.train(train_batch).metrics
             metrics |= self.algorithm.adapt(metrics)
-        with self.phase("weight_sync"):
+        with self.phase("weight_sync", beside=self.policy):
             synced = self.publish(version=step)
         with self.phase("account"):
             self.sampler.settle(step)
@@ -110,7 +110,7 @@ class RolloutLoop(Loop):
         """
         metrics = rollout_metrics(groups) | synced | self.sampler.metrics() | self.policy.metrics
         metrics |= self.critic.metrics if self.critic else {}
-        times = self.phase.step_times()
+        times = self.phase.step_times(self.policy, *self.auxiliary.values())
         return metrics | times | self.checkpoints.metrics() | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
         }  # fmt: skip

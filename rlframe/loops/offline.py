@@ -9,6 +9,7 @@ from rlframe.data.training import TrainingSource
 from rlframe.loops.base import Loop
 from rlframe.loops.reference import PrecomputedReference, batches
 from rlframe.loops.schedule import Event
+from rlframe.utils.memory import of_role, used
 
 
 @dataclass(kw_only=True)
@@ -60,6 +61,9 @@ class OfflineLoop(Loop):
             | times
             | self.checkpoints.metrics()
             | self.examples.metrics()
+            | self.throughput.of_training(times, batch.lengths.numpy())
+            | self.policy.metrics
+            | of_role("driver", [used()])
             | {
                 "throughput/tokens_per_s": batch.num_tokens / times["time/step_s"],
                 "data/epoch": float(self.examples.epoch),

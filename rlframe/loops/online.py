@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
@@ -34,6 +36,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import Output
 from rlframe.types.rollout import Group, members
+from rlframe.utils.memory import of_role, used
 from rlframe.weight_sync.channel import WeightSync
 
 IN_FLIGHT = "in_flight"
@@ -108,10 +111,13 @@ class RolloutLoop(Loop):
         Args:
             synced: metrics of the weight sync.
         """
+        rollouts = members(groups)
         metrics = rollout_metrics(groups) | synced | self.sampler.metrics() | self.policy.metrics
         metrics |= self.critic.metrics if self.critic else {}
         times = self.phase.step_times(self.policy, *self.auxiliary.values())
-        return metrics | times | self.checkpoints.metrics() | {
+        lengths = np.array([rollout.num_tokens for rollout in rollouts])
+        metrics |= self.throughput.of_training(times, lengths) | self.throughput.of_sampling(times, rollouts)
+        return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
         }  # fmt: skip
 

@@ -10,6 +10,7 @@ from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.cluster.config import ClusterConfig
 from rlframe.data.config import DataConfig
 from rlframe.environments.config import EnvironmentConfig
+from rlframe.loops.alerts.config import AlertsConfig
 from rlframe.loops.config import CheckpointConfig, EvaluationConfig, GenerationConfig, LoggingConfig, LoopConfig
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
@@ -75,6 +76,8 @@ class RunConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Settings of mode=generate."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
+    """Settings of what a run says when something goes wrong."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -12,6 +12,8 @@ from itertools import chain
 import numpy as np
 from tqdm import tqdm
 
+from rlframe.loops.alerts.config import AlertsConfig
+from rlframe.loops.alerts.watch import Alerts
 from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
@@ -44,6 +46,7 @@ class MetricsLog:
         trackers: Sequence[Tracker] = (),
         decode: Callable[[int], str] = str,
         callbacks: Callbacks | None = None,
+        alerts: AlertsConfig | None = None,
     ):
         """
         Args:
@@ -55,6 +58,7 @@ class MetricsLog:
             trackers: begun, and closed by who has begun them.
             decode: returns the text of a token.
             callbacks: of the caller of the run.
+            alerts: their settings. None means no alerts.
         """
         self.config = config
         self._metrics = folder / "metrics.jsonl"
@@ -62,6 +66,7 @@ class MetricsLog:
         self.timeline = Timeline(folder)
         """The phases of the steps."""
         self._sample_files = SampleFiles(folder, decode)
+        self.alerts = Alerts(alerts, self.print_line) if alerts else None
         self._known = self._keep(done_steps)
         self._trackers = trackers
         self.callbacks = callbacks or Callbacks()
@@ -82,7 +87,10 @@ class MetricsLog:
         keep_steps(self._samples, last)
         self.timeline.rewind(last)
         self._sample_files.rewind(done_steps)
-        return keep_steps(self._metrics, last)
+        known = keep_steps(self._metrics, last)
+        if self.alerts:
+            self.alerts.rewind(self._metrics)
+        return known
 
     def rewind(self, done_steps: int | None) -> None:
         """Resets the files to the state after `done_steps` steps, or to the beginning if None, as a resumed run would
@@ -114,6 +122,8 @@ class MetricsLog:
         self._shown = {label: f"{metrics[key]:.4g}" for label, key in labels.items() if key in metrics}
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update()
+        if self.alerts:
+            self.alerts.look(step, line)
         self.callbacks.on_step(step, line)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:

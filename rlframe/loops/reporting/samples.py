@@ -87,9 +87,7 @@ def _indices(
     return sorted(merits, key=merits.__getitem__, reverse=choice is Keep.BEST)[:count]
 
 
-def _merits(
-    attempts: list[list[Rollout]], batch: TrainBatch | None, ends: list[int]
-) -> dict[int, tuple[float, float]]:
+def _merits(attempts: list[list[Rollout]], batch: TrainBatch | None, ends: list[int]) -> dict[int, tuple[float, float]]:
     """Returns reward and mean advantage of each attempt that has a reward, by its index."""
     rewards = map(reward_of, attempts)
     advantages = [0.0] * sum(map(len, attempts)) if batch is None else mean_advantages(batch).tolist()

@@ -11,7 +11,7 @@ class Role:
     """Writes down what it is told, and refuses to be told it twice."""
 
     def __init__(self, name: str, events: list[str]):
-        self.name, self.events, self.awake = name, events, True
+        self.name, self.role, self.events, self.awake = name, name, events, True
 
     def sleep(self) -> None:
         """Once."""
@@ -44,6 +44,24 @@ def test_times_add_up_within_a_step_and_over_the_run() -> None:
     second = phase.next_step()
     assert 0.01 <= second["train"] < first["train"]
     assert phase.totals == pytest.approx({"train": first["train"] + second["train"], "reward": first["reward"]})
+
+
+def test_a_role_is_idle_in_the_phases_of_others() -> None:
+    policy, critic = Role("policy", []), Role("critic", [])
+    phase = Phases(sharing=[], announce=lambda _: None)
+    with phase("rollout"):
+        time.sleep(0.03)
+    with phase("train", on=policy):
+        time.sleep(0.01)
+    with phase("weight_sync", beside=policy):
+        time.sleep(0.01)
+    times = phase.step_times(policy, critic)
+    own = times["time/train_s"] + times["time/weight_sync_s"]
+    assert times["time/policy_idle_fraction"] == pytest.approx(1 - own / times["time/step_s"])
+    assert times["time/critic_idle_fraction"] == 1.0
+    with phase("rollout"):
+        pass
+    assert phase.step_times(policy)["time/policy_idle_fraction"] == 1.0, "each step counts for itself"
 
 
 def test_the_time_of_a_phase_inside_another_counts_once() -> None:

@@ -77,7 +77,6 @@ class RunConfig:
     """Settings of mode=generate."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
-    """Settings of what a run says when something goes wrong."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

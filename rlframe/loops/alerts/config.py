@@ -5,7 +5,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from rlframe.loops.alerts import rules
+from rlframe.loops.alerts.rules import (
+    EntropyCollapsed,
+    EntropyCollapsedConfig,
+    FewEffective,
+    FewEffectiveConfig,
+    GapGrows,
+    GapGrowsConfig,
+    GroupsFlat,
+    GroupsFlatConfig,
+    LengthsExplode,
+    LengthsExplodeConfig,
+    NotFinite,
+    NotFiniteConfig,
+    Repetitive,
+    RepetitiveConfig,
+    RewardFlat,
+    RewardFlatConfig,
+    RewardsFail,
+    RewardsFailConfig,
+    Slow,
+    SlowConfig,
+    Truncated,
+    TruncatedConfig,
+)
 from rlframe.utils.bounds import PathText
 from rlframe.utils.errors import SettingError
 
@@ -31,27 +54,27 @@ class AlertsConfig:
     """Names of the alerts that end the run with code 1 after the step, which is saved if a checkpoint is due."""
     own: dict[str, OwnAlertConfig] = field(default_factory=dict)
     """Alerts of one's own, by name."""
-    not_finite: rules.NotFiniteConfig | None = field(default_factory=rules.NotFiniteConfig)
+    not_finite: NotFiniteConfig | None = field(default_factory=NotFiniteConfig)
     """A loss or a gradient is not finite."""
-    slow: rules.SlowConfig | None = field(default_factory=rules.SlowConfig)
+    slow: SlowConfig | None = field(default_factory=SlowConfig)
     """Tokens a second have fallen."""
-    reward_flat: rules.RewardFlatConfig | None = field(default_factory=rules.RewardFlatConfig)
+    reward_flat: RewardFlatConfig | None = field(default_factory=RewardFlatConfig)
     """The reward is where it was at the start."""
-    rewards_fail: rules.RewardsFailConfig | None = field(default_factory=rules.RewardsFailConfig)
+    rewards_fail: RewardsFailConfig | None = field(default_factory=RewardsFailConfig)
     """Reward functions raise or take too long."""
-    groups_flat: rules.GroupsFlatConfig | None = field(default_factory=rules.GroupsFlatConfig)
+    groups_flat: GroupsFlatConfig | None = field(default_factory=GroupsFlatConfig)
     """In nearly all groups all rewards are equal."""
-    entropy_collapsed: rules.EntropyCollapsedConfig | None = field(default_factory=rules.EntropyCollapsedConfig)
+    entropy_collapsed: EntropyCollapsedConfig | None = field(default_factory=EntropyCollapsedConfig)
     """The policy's entropy is near 0."""
-    truncated: rules.TruncatedConfig | None = field(default_factory=rules.TruncatedConfig)
+    truncated: TruncatedConfig | None = field(default_factory=TruncatedConfig)
     """Most responses are cut off."""
-    repetitive: rules.RepetitiveConfig | None = field(default_factory=rules.RepetitiveConfig)
+    repetitive: RepetitiveConfig | None = field(default_factory=RepetitiveConfig)
     """Responses repeat themselves."""
-    lengths_explode: rules.LengthsExplodeConfig | None = field(default_factory=rules.LengthsExplodeConfig)
+    lengths_explode: LengthsExplodeConfig | None = field(default_factory=LengthsExplodeConfig)
     """Responses become long fast."""
-    gap_grows: rules.GapGrowsConfig | None = field(default_factory=rules.GapGrowsConfig)
+    gap_grows: GapGrowsConfig | None = field(default_factory=GapGrowsConfig)
     """Trainer and engine drift apart."""
-    few_effective: rules.FewEffectiveConfig | None = field(default_factory=rules.FewEffectiveConfig)
+    few_effective: FewEffectiveConfig | None = field(default_factory=FewEffectiveConfig)
     """The effective sample size of the importance weights is low."""
 
     def __post_init__(self) -> None:
@@ -74,17 +97,17 @@ class AlertsConfig:
 
 
 CLASSES: dict[type, type] = {
-    rules.NotFiniteConfig: rules.NotFinite,
-    rules.SlowConfig: rules.Slow,
-    rules.RewardFlatConfig: rules.RewardFlat,
-    rules.RewardsFailConfig: rules.RewardsFail,
-    rules.GroupsFlatConfig: rules.GroupsFlat,
-    rules.EntropyCollapsedConfig: rules.EntropyCollapsed,
-    rules.TruncatedConfig: rules.Truncated,
-    rules.RepetitiveConfig: rules.Repetitive,
-    rules.LengthsExplodeConfig: rules.LengthsExplode,
-    rules.GapGrowsConfig: rules.GapGrows,
-    rules.FewEffectiveConfig: rules.FewEffective,
+    NotFiniteConfig: NotFinite,
+    SlowConfig: Slow,
+    RewardFlatConfig: RewardFlat,
+    RewardsFailConfig: RewardsFail,
+    GroupsFlatConfig: GroupsFlat,
+    EntropyCollapsedConfig: EntropyCollapsed,
+    TruncatedConfig: Truncated,
+    RepetitiveConfig: Repetitive,
+    LengthsExplodeConfig: LengthsExplode,
+    GapGrowsConfig: GapGrows,
+    FewEffectiveConfig: FewEffective,
 }
 """The alert of each kind of settings."""
 ONLINE = frozenset({"reward_flat", "rewards_fail", "groups_flat", "entropy_collapsed", "truncated", "repetitive"}) | {

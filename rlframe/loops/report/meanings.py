@@ -27,7 +27,7 @@ FIRST = (
     "rollout/engine_idle_fraction",
 )
 """The metrics that matter most, in the order in which a person should look at them. Others follow by their names."""
-WHATEVER = re.compile(r"NAME|TROUBLE|SOURCE|METRIC|ROLE|NN")
+WHATEVER = re.compile(r"NAME|TROUBLE|SOURCE|METRIC|ROLE|PART|PHASE|NN")
 """Words that stand for something of a run's own in the names of metrics."""
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 

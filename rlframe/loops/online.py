@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
@@ -23,7 +21,7 @@ from rlframe.loops.evaluate import EvaluationBeside, evaluate, judged, metrics_o
 from rlframe.loops.evaluation_sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.reporting.metrics import rollout_metrics, token_counts
 from rlframe.loops.reporting.samples import Chosen
 from rlframe.loops.reporting.trackers.base import EVALUATED
 from rlframe.loops.sampling.scoring import Scorer
@@ -111,12 +109,11 @@ class RolloutLoop(Loop):
         Args:
             synced: metrics of the weight sync.
         """
-        rollouts = members(groups)
         metrics = rollout_metrics(groups) | synced | self.sampler.metrics() | self.policy.metrics
         metrics |= self.critic.metrics if self.critic else {}
         times = self.phase.step_times(self.policy, *self.auxiliary.values())
-        lengths = np.array([rollout.num_tokens for rollout in rollouts])
-        metrics |= self.throughput.of_training(times, lengths) | self.throughput.of_sampling(times, rollouts)
+        lengths, sampled = token_counts(members(groups))
+        metrics |= self.throughput.of_training(times, lengths) | self.throughput.of_sampling(times, lengths, sampled)
         return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
         }  # fmt: skip

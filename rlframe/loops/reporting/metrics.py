@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
+from jaxtyping import Int
 from tqdm import tqdm
 
 from rlframe.loops.alerts.config import AlertsConfig
@@ -234,10 +235,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Returns the lengths of what was sampled in each sequence, and how much it repeats itself."""
-    lengths = np.array([rollout.num_tokens for rollout in rollouts])
+    _, counts = token_counts(rollouts)
     sampled = np.concatenate([rollout.loss_mask for rollout in rollouts])
     tokens = np.concatenate([rollout.token_ids for rollout in rollouts])[sampled]
-    counts = np.add.reduceat(sampled, np.cumsum(lengths) - lengths, dtype=np.int64)
     p50, p90, p99 = quantiles(counts, (0.5, 0.9, 0.99))
     repeated = repeated_fraction(tokens, counts)
     return {
@@ -248,6 +248,13 @@ def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/response_tokens_max": float(counts.max()),
         **({} if repeated is None else {"rollout/repeated_fraction": repeated}),
     }
+
+
+def token_counts(rollouts: Sequence[Rollout]) -> tuple[Int[np.ndarray, " R"], Int[np.ndarray, " R"]]:
+    """Returns [R] the number of tokens of each sequence, and [R] of those that the policy sampled."""
+    lengths = np.array([rollout.num_tokens for rollout in rollouts])
+    sampled = np.concatenate([rollout.loss_mask for rollout in rollouts])
+    return lengths, np.add.reduceat(sampled, np.cumsum(lengths) - lengths, dtype=np.int64)
 
 
 def environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

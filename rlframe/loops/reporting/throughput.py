@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int
 
-from rlframe.types.rollout import Rollout
-
 FORWARD, TRAINING = 1, 3
 """Passes of a phase, in forward passes: a backward pass counts as two."""
 PHASES = {
@@ -59,18 +57,22 @@ class Throughput:
                 found |= self._rates(phase, shape, tokens, seconds, passes * shape.operations(mean))
         return found
 
-    def of_sampling(self, times: Mapping[str, float], rollouts: list[Rollout]) -> dict[str, float]:
+    def of_sampling(
+        self, times: Mapping[str, float], lengths: Int[np.ndarray, " R"], sampled: Int[np.ndarray, " R"]
+    ) -> dict[str, float]:
         """Returns `throughput/rollout_...` of the tokens that were sampled. Prompts are left out, which caches may
-        spare."""
+        spare.
+
+        Args:
+            sampled: tokens of each sequence that the policy sampled.
+        """
         seconds = times.get("time/step_s" if self.samples_ahead else "time/rollout_s")
         shape = self.shapes.get(ROLLOUT)
-        sampled = np.array([rollout.num_sampled_tokens for rollout in rollouts], dtype=np.float64)
         if not seconds or shape is None or not sampled.any():
             return {}
         # The last token of a sequence sees all others, the first sampled one the prompt: half their sum in the mean,
         # and an operation count that is given a length expects half of that.
-        whole = np.array([rollout.num_tokens for rollout in rollouts], dtype=np.float64)
-        mean = float((sampled * (2 * whole - sampled)).sum() / sampled.sum())
+        mean = float((sampled * (2.0 * lengths - sampled)).sum() / sampled.sum())
         return self._rates(ROLLOUT, shape, int(sampled.sum()), seconds, shape.operations(mean))
 
     def _rates(self, phase: str, shape: Shape, tokens: int, seconds: float, operations: float) -> dict[str, float]:

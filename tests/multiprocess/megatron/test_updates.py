@@ -45,7 +45,9 @@ def on_rank(rank: int, init_method: str, folder: str, layout: str) -> dict[str, 
 
     setup = TrainerSetup(
         rank=rank, init_method=init_method, device=device, model=ModelConfig(path=folder),
-        train=TrainConfig(parallel=layout, dtype="float32", optimizer=OptimizerConfig(**OPTIMIZER), norms_every_steps=1),
+        train=TrainConfig(
+            parallel=layout, dtype="float32", optimizer=OptimizerConfig(**OPTIMIZER), norms_every_steps=1
+        ),
         seed=0, temperature=1.0, total_optimizer_steps=STEPS, timeout_s=60, with_reference=False,
     )  # fmt: skip
     trainer = Trainer(setup)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from rlframe.cluster.watch.activities import phase as watched_phase
 
@@ -21,10 +21,8 @@ class Sleeper(Protocol):
 class Working(Protocol):
     """A role with a name."""
 
-    @property
-    def role(self) -> str:
-        """Its name in metrics."""
-        ...
+    role: ClassVar[str]
+    """Its name in metrics."""
 
 
 class Phases:

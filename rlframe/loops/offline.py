@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
+from rlframe.cluster.roles import POLICY
 from rlframe.data.training import TrainingSource
 from rlframe.loops.base import Loop
 from rlframe.loops.reference import PrecomputedReference, batches
@@ -53,7 +54,7 @@ class OfflineLoop(Loop):
         self.metrics.callbacks.on_batch(step, (), batch)
         with self.phase("train", on=self.policy):
             result = self.policy.train(batch)
-        times = self.phase.step_times(self.policy)
+        times = self.phase.step_times({POLICY: self.policy})
         loss = result.metrics["train/loss"]
         self.results |= {"last_loss": loss} if "first_loss" in self.results else {"first_loss": loss, "last_loss": loss}
         self.metrics.log(

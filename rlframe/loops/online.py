@@ -13,7 +13,7 @@ from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
 from rlframe.attempts.mending import Mender
-from rlframe.cluster.roles import CRITIC
+from rlframe.cluster.roles import CRITIC, POLICY
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.config import HELD_OUT
@@ -113,7 +113,7 @@ class RolloutLoop(Loop):
         """
         metrics = rollout_metrics(groups) | synced | self.sampler.metrics() | self.policy.metrics
         metrics |= self.critic.metrics if self.critic else {}
-        times = self.phase.step_times(self.policy, *self.auxiliary.values())
+        times = self.phase.step_times({POLICY: self.policy, **self.auxiliary})
         lengths, sampled = token_counts(members(groups))
         metrics |= self.throughput.of_training(times, lengths) | self.throughput.of_sampling(times, lengths, sampled)
         return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {

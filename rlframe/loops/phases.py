@@ -1,9 +1,9 @@
 """Phases: named, timed parts of a step that use the devices."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from rlframe.cluster.watch.activities import phase as watched_phase
 
@@ -16,13 +16,6 @@ class Sleeper(Protocol):
 
     def wake(self) -> None:
         """Allocates the memory again, so that the role can work."""
-
-
-class Working(Protocol):
-    """A role with a name."""
-
-    role: ClassVar[str]
-    """Its name in metrics."""
 
 
 class Phases:
@@ -109,12 +102,16 @@ class Phases:
         seconds, self._seconds, self._busy, self._began = self._seconds, {}, {}, None
         return seconds
 
-    def step_times(self, *roles: Working) -> dict[str, float]:
+    def step_times(self, roles: Mapping[str, object]) -> dict[str, float]:
         """Returns `time/NAME_s` of each phase of the step, `time/step_s` by the clock since its first phase began,
-        `time/other_s` outside of phases, and the part of the step in which each of `roles` did not work. Starts
-        again."""
+        `time/other_s` outside of phases, and `time/ROLE_idle_fraction`, the part of the step in which a role did not
+        work. Starts again.
+
+        Args:
+            roles: by name.
+        """
         whole = 0.0 if self._began is None else time.monotonic() - self._began
-        busy = {role.role: self._busy.get(id(role), 0.0) for role in roles}
+        busy = {name: self._busy.get(id(role), 0.0) for name, role in roles.items()}
         seconds = self.next_step()
         seconds |= {"other": whole - sum(seconds.values()), "step": whole}
         idle = {f"time/{role}_idle_fraction": 1 - own / whole if whole else 0.0 for role, own in busy.items()}

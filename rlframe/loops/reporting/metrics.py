@@ -78,7 +78,9 @@ class MetricsLog:
         self._shown: dict[str, str] = {}
         self._drawn = 0.0
         self._measured: dict[str, tuple[int, float]] = {}
-        self._warned = Warned(folder, step=lambda: self._bar.n + 1, anew=done_steps is None)
+        self._step = (done_steps or 0) + 1
+        """The step under way. The bar does not count if it is not shown."""
+        self._warned = Warned(folder, step=lambda: self._step, anew=done_steps is None)
         self.num_restarts = 0
         """Number of restarts of trainer ranks so far, written with the metrics of every step."""
 
@@ -99,6 +101,7 @@ class MetricsLog:
         self._known = self._keep(done_steps)
         self._measured.clear()
         self._bar.n = done_steps or 0
+        self._step = self._bar.n + 1
         self._bar.refresh()
         for tracker in self._trackers:
             tracker.rewind(done_steps or 0)
@@ -125,6 +128,7 @@ class MetricsLog:
         self._bar.update()
         if self.alerts:
             self.alerts.look(step, line)
+        self._step = step + 1
         self.callbacks.on_step(step, line)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -57,7 +57,6 @@ class Bandit:
 
     algorithm: ClippedPolicyGradient
     num_minibatches: int
-    role: str = "policy"
     logits: Tensor = field(default_factory=START.clone)
     first: Tensor = field(default_factory=START.clone)
     metrics: dict[str, float] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """The seconds in which something was under way."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from rlframe.attempts.runner import Load
 
 def test_calls_that_overlap_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 14.0, 20.0, 21.0])
-    monkeypatch.setattr(busy.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(busy, "time", SimpleNamespace(monotonic=lambda: next(times)))
     calls = Busy()
     calls.begin()  # at 10
     calls.begin()

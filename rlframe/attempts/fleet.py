@@ -447,6 +447,6 @@ def idle_since(before: Load, now: Load) -> dict[str, float]:
         return {}
     engines_s = (sum(now.busy_s) - sum(before.busy_s)) / len(now.busy_s)
     return {
-        "rollout/engine_idle_fraction": 1 - engines_s / span_s,
-        "reward/worker_idle_fraction": 1 - (now.rewards_busy_s - before.rewards_busy_s) / span_s,
+        "time/engine_idle_fraction": 1 - engines_s / span_s,
+        "time/reward_idle_fraction": 1 - (now.rewards_busy_s - before.rewards_busy_s) / span_s,
     }

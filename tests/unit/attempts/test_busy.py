@@ -41,7 +41,7 @@ def test_idle_is_what_is_left_of_the_time_between_two_looks() -> None:
     # Of 10 s one engine worked 6 and the other 2, rewards 1.
     now = Load(now_s=110.0, busy_s=[11.0, 7.0], rewards_busy_s=2.0)
     assert idle_since(before, now) == pytest.approx(
-        {"rollout/engine_idle_fraction": 0.6, "reward/worker_idle_fraction": 0.9}
+        {"time/engine_idle_fraction": 0.6, "time/reward_idle_fraction": 0.9}
     )
     anew = Load(now_s=111.0, busy_s=[0.0, 0.0], rewards_busy_s=0.0)
     assert idle_since(now, anew) == {}, "a runner that was replaced counts from its beginning"

@@ -13,7 +13,7 @@ from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
 from rlframe.attempts.mending import Mender
-from rlframe.cluster.roles import CRITIC
+from rlframe.cluster.roles import CRITIC, POLICY
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.config import HELD_OUT
@@ -21,7 +21,7 @@ from rlframe.loops.evaluation.evaluate import EvaluationBeside, evaluate, judged
 from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.reporting.metrics import rollout_metrics, token_counts
 from rlframe.loops.reporting.samples import Chosen
 from rlframe.loops.reporting.trackers.base import EVALUATED
 from rlframe.loops.sampling.scoring import Scorer
@@ -34,6 +34,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import Output
 from rlframe.types.rollout import Group, members
+from rlframe.utils.memory import of_role, used
 from rlframe.weight_sync.channel import WeightSync
 
 IN_FLIGHT = "in_flight"
@@ -85,7 +86,7 @@ class RolloutLoop(Loop):
             with self.phase("train", on=self.policy):
                 metrics |= self.policy.train(train_batch).metrics
             metrics |= self.algorithm.adapt(metrics)
-        with self.phase("weight_sync"):
+        with self.phase("weight_sync", beside=self.policy):
             synced = self.publish(version=step)
         with self.phase("account"):
             self.sampler.settle(step)
@@ -112,8 +113,10 @@ class RolloutLoop(Loop):
         """
         metrics = rollout_metrics(groups) | synced | self.sampler.metrics() | self.policy.metrics
         metrics |= self.critic.metrics if self.critic else {}
-        times = self.phase.step_times()
-        return metrics | times | self.checkpoints.metrics() | {
+        times = self.phase.step_times({POLICY: self.policy, **self.auxiliary})
+        lengths, sampled = token_counts(members(groups))
+        metrics |= self.throughput.of_training(times, lengths) | self.throughput.of_sampling(times, lengths, sampled)
+        return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
         }  # fmt: skip
 

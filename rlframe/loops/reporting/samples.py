@@ -6,7 +6,7 @@ import math
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,10 @@ def choose(
     """Returns the attempts of a step that the settings keep, whole: with all of their sequences."""
     attempts = attempts_in(rollouts)
     ends = np.cumsum([len(sequences) for sequences in attempts]).tolist()
+    merits = _merits(attempts, batch, ends) if {Keep.BEST, Keep.WORST} & set(config.keep) else {}
     known: dict[int, list[str]] = {}
     for choice in config.keep:
-        for index in _indices(choice, config.of_each, step, attempts, batch, ends):
+        for index in _indices(choice, config.of_each, step, len(attempts), merits):
             for place in range(ends[index] - len(attempts[index]), ends[index]):
                 known.setdefault(place, []).append(choice.value)
     places = dict(sorted(known.items()))
@@ -73,23 +74,25 @@ def choose(
 
 
 def _indices(
-    choice: Keep, count: int, step: int, attempts: list[list[Rollout]], batch: TrainBatch | None, ends: list[int]
-) -> list[int]:
+    choice: Keep, count: int, step: int, num_attempts: int, merits: Mapping[int, tuple[float, float]]
+) -> Sequence[int]:
     """Returns the indices of the attempts that a choice keeps."""
-    everything = list(range(len(attempts)))
+    everything = range(num_attempts)
     if choice is Keep.ALL:
         return everything
     if choice is Keep.FIRST:
         return everything[:count]
     if choice is Keep.RANDOM:
-        return random.Random(f"samples of step {step}").sample(everything, min(count, len(everything)))
-    advantages = None if batch is None else mean_advantages(batch).tolist()
+        return random.Random(f"samples of step {step}").sample(everything, min(count, num_attempts))
+    return sorted(merits, key=merits.__getitem__, reverse=choice is Keep.BEST)[:count]
 
-    def merit(index: int) -> tuple[float, float]:
-        return reward_of(attempts[index]), 0.0 if advantages is None else advantages[ends[index] - 1]
 
-    scored = [index for index in everything if not math.isnan(merit(index)[0])]
-    return sorted(scored, key=merit, reverse=choice is Keep.BEST)[:count]
+def _merits(attempts: list[list[Rollout]], batch: TrainBatch | None, ends: list[int]) -> dict[int, tuple[float, float]]:
+    """Returns reward and mean advantage of each attempt that has a reward, by its index."""
+    rewards = map(reward_of, attempts)
+    advantages = [0.0] * sum(map(len, attempts)) if batch is None else mean_advantages(batch).tolist()
+    pairs = zip(rewards, (advantages[end - 1] for end in ends), strict=True)
+    return {index: merit for index, merit in enumerate(pairs) if not math.isnan(merit[0])}
 
 
 def mean_advantages(batch: TrainBatch) -> Float[Tensor, " R"]:

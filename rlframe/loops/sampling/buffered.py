@@ -11,7 +11,7 @@ from rlframe.attempts.buffer import Buffer, Finished, LeftOut
 from rlframe.attempts.leases import Lease
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.mending import Mender
-from rlframe.attempts.runner import Ended, State
+from rlframe.attempts.runner import Ended
 from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.attempts.turns import Progress
 from rlframe.cluster.watch.activities import learn
@@ -81,8 +81,6 @@ class BufferedSampler(Sampler):
         self._lags: list[int] = []
         self._begun_s: dict[int, float] = {}
         """Time at which the attempts of each open lease began."""
-        self._state: State | None = None
-        """The state of the attempts after the last step."""
 
     @property
     def in_flight(self) -> bool:
@@ -349,16 +347,10 @@ class BufferedSampler(Sampler):
         return metrics
 
     def _in_flight_metrics(self) -> dict[str, float]:
-        """Returns metrics of the attempts under way, and the share of the time since the last step that engines had
-        nothing to do."""
-        before, self._state = self._state, self.attempts.state()
-        state = self._state
+        """Returns metrics of the attempts under way."""
+        state = self.attempts.state()
         metrics = {f"rollout/attempts_at_{side}": float(count) for side, count in state.attempts.items()}
         metrics["rollout/oldest_attempt_s"] = state.oldest_s
-        # A runner that was replaced counts from its beginning.
-        if before and before.now_s < state.now_s and before.busy_s <= state.busy_s:
-            span_s = (state.now_s - before.now_s) * len(state.busy_s)
-            metrics["rollout/engine_idle_fraction"] = 1 - (sum(state.busy_s) - sum(before.busy_s)) / span_s
         return metrics
 
 

@@ -26,6 +26,7 @@ from rlframe.ops.gae import explained_variance
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Metric, Sum, TrainResult, merge
 from rlframe.utils.calls import RankCall
+from rlframe.utils.memory import of_role
 from rlframe.weight_sync.border import SourceGroup, SourceRank
 
 T = TypeVar("T")
@@ -56,8 +57,8 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         """Number of optimizer steps taken so far in the run."""
         self.start_timeout_s = start_timeout_s
         self.metrics: dict[str, float] = {}
-        """Metrics of the last sleep and the last wake: bytes given back on all devices, and seconds of the slowest
-        rank."""
+        """Metrics of the last training: memory of the rank that uses most. And of the last sleep and the last wake:
+        bytes given back on all devices, and seconds of the slowest rank."""
         self.workers = WorkerGroup(
             MegatronWorker,
             role=self.role,
@@ -153,7 +154,8 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         ]
         results = self.workers.wait(calls, doing="train")
         self.num_optimizer_steps += len(steps)
-        merged = [merge(results[rank][index] for rank in self.reporters) for index in range(len(steps))]
+        self.metrics |= of_role(self.role, [each.memory for each in results])
+        merged = [merge(results[rank].steps[index] for rank in self.reporters) for index in range(len(steps))]
         return TrainResult(metrics=average(merged), num_optimizer_steps=len(steps))
 
     def sleep(self) -> None:

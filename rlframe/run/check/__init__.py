@@ -7,6 +7,7 @@ from typing import Any
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.config import Device
 from rlframe.run.check import (
+    alerts,
     batch,
     cluster,
     critic,
@@ -215,6 +216,7 @@ TOPICS = {
     check_data: {"data", "seed"},
     data.curriculum_faults: {"data", "reward", "judge", "steps", "algorithm"},
     devices.packages: {"rollout", "logging", "cluster"},
+    alerts.faults: {"alerts", "algorithm"},
     batch.optimizer: {"train"},
     model.lora: {"model", "train"},
     check_training: {"model", "train", "cluster", "algorithm"},

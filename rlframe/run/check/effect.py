@@ -10,6 +10,7 @@ from typing import Any
 
 from rlframe.cluster.config import Device
 from rlframe.environments.base import answers
+from rlframe.loops.alerts.config import ONLINE
 from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
@@ -67,6 +68,7 @@ NEEDS = (
             "loop",
             "cluster.colocate",
             "logging.samples_per_step",
+            *(f"alerts.{name}" for name in sorted(ONLINE)),
         ),
         lambda run: not online(run),
         "algorithm.name={algorithm.name}",

@@ -160,6 +160,7 @@ class Parts:
             trackers=self.trackers,
             decode=partial(tokenizer.piece, self.tokenizer),
             callbacks=self.callbacks,
+            alerts=self.config.alerts,
         )
         self.stack.callback(metrics.close)
         return metrics

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.cluster import job
@@ -107,6 +108,8 @@ def run_on(
         for caution in [*algorithm.cautions(config.facts), *filter(None, [job.caution(config.checkpoint.on_signal_s)])]:
             loop.metrics.print_line(f"warning: {caution}")
         loop.schedule.stop, loop.schedule.begin = stop, start_up.over
+        assert loop.metrics.alerts, "of every run that trains"
+        loop.metrics.alerts.stop = partial(stop.ask, saves=False)
         callbacks.on_start(config, loop.results)
         watchdog.server_died = lambda server: stop.ask(f"{server} of Ray died, which Ray itself does not outlive")
         loop.schedule.prove = Prover(

@@ -117,7 +117,7 @@ function timelineTab() {
     ];
   const asynchronous = Number(run.settings["loop.max_policy_lag"]) > 0;
   const note = asynchronous
-    ? "The engines of this run sample all the time; their row shows when the loop waited for them. How idle they were is rollout/engine_idle_fraction."
+    ? "The engines of this run sample all the time; their row shows when the loop waited for them. How idle they were is time/engine_idle_fraction."
     : "A role that has no bar waits. The driver is the loop itself: what needs no role of its own, such as syncs of weights.";
   const last = steps.slice(-10);
   const holder = el("div", { class: "card" });

@@ -22,7 +22,6 @@ from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics
-from rlframe.loops.reporting.samples import Chosen
 from rlframe.loops.reporting.trackers.base import EVALUATED
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.loops.sampling.source import GroupSource
@@ -31,7 +30,7 @@ from rlframe.loops.schedule import Event
 from rlframe.megatron.driver.policy import CriticGroup, ModelGroup
 from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup
-from rlframe.types.batch import Batch, TrainBatch
+from rlframe.types.batch import Batch
 from rlframe.types.results import Output
 from rlframe.types.rollout import Group, members
 from rlframe.weight_sync.channel import WeightSync
@@ -80,10 +79,12 @@ class RolloutLoop(Loop):
             with self.phase("critic", on=self.critic):
                 metrics |= self.critic.train(batch).metrics
         train_batch = self.algorithm.train_batch(batch)  # [T]
-        samples = self.samples(step, groups, train_batch)
+        samples = self.metrics.choose_samples(step, members(groups), train_batch)
         if step > self.algorithm.critic_warmup_steps:
             with self.phase("train", on=self.policy):
-                metrics |= self.policy.train(train_batch).metrics
+                trained = self.policy.train(samples.marked(train_batch))
+            samples.take_trainer_logprobs(trained.kept_logprobs)
+            metrics |= trained.metrics
             metrics |= self.algorithm.adapt(metrics)
         with self.phase("weight_sync"):
             synced = self.publish(version=step)
@@ -92,15 +93,6 @@ class RolloutLoop(Loop):
         self.metrics.log_samples(samples)
         counts = self.advantage_stats.of(step, train_batch)
         self.metrics.log(step, self.describe(groups, synced) | metrics | counts)
-
-    def samples(self, step: int, groups: list[Group], batch: TrainBatch) -> Chosen:
-        """Returns the rollouts that the run keeps of a step, with the trainer's logprobs if the settings ask for
-        them."""
-        chosen = self.metrics.choose_samples(step, members(groups), batch)
-        if self.metrics.config.samples.trainer_logprobs and chosen.places and batch.old_logprobs is None:
-            with self.phase("samples", on=self.policy):
-                chosen.take_trainer_logprobs(self.policy.logprobs(batch.select(list(chosen.places))))
-        return chosen
 
     def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
         """Returns metrics of the rollouts, of the models and of the step's time.

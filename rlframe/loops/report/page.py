@@ -17,10 +17,11 @@ from typing import Any
 from rlframe.loops.report.attempts import MOST_BYTES, attempts
 from rlframe.loops.report.curves import curves
 from rlframe.loops.report.ended import ended
-from rlframe.loops.report.files import flat, json_lines, read_yaml, settings_of
+from rlframe.loops.report.files import json_lines, read_yaml, settings_of
 from rlframe.loops.report.times import times
 from rlframe.loops.reporting.samples import sample_files
 from rlframe.utils.files import write_whole
+from rlframe.utils.nested import flat
 from rlframe.utils.text import printable
 
 REPORT = "report.html"
@@ -55,7 +56,7 @@ def run_of(output: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
         "output": str(output),
         "steps": settings["steps"],
         "done": max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0),
-        "settings": dict(flat(settings)),
+        "settings": flat(settings),
         "overrides": read_yaml(output / "overrides.yaml") or [],
         "curves": curves(records),
         "times": times(json_lines(output / "timeline.jsonl")),

@@ -7,7 +7,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,20 @@ class Chosen:
     trainer_logprobs: dict[int, Float[Tensor, " L"]] = field(default_factory=dict)
     """[L] nats of the trainer, by place."""
 
-    def take_trainer_logprobs(self, logprobs: Float[Tensor, " T"]) -> None:
-        """Takes nats of the kept rollouts, packed in the order of their places."""
-        lengths = [self.rollouts[place].num_tokens for place in self.places]
-        self.trainer_logprobs = dict(zip(self.places, logprobs.split(lengths), strict=True))
+    def marked(self, batch: TrainBatch) -> TrainBatch:
+        """Returns the batch with a mark at the kept rollouts, so that the training pass returns their logprobs. A batch
+        with the logprobs of the policy before the update needs none."""
+        if not self.places or batch.old_logprobs is not None:
+            return batch
+        kept = torch.zeros(batch.num_sequences, dtype=torch.bool)
+        kept[list(self.places)] = True
+        return replace(batch, kept=kept)
+
+    def take_trainer_logprobs(self, logprobs: Float[Tensor, " T_kept"] | None) -> None:
+        """Takes the nats of the rollouts that `marked` has marked, one after the other. None if it marked none."""
+        if logprobs is not None:
+            lengths = [self.rollouts[place].num_tokens for place in self.places]
+            self.trainer_logprobs = dict(zip(self.places, logprobs.split(lengths), strict=True))
 
 
 def choose(

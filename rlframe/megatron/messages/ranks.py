@@ -12,7 +12,7 @@ from rlframe.megatron.messages.chunks import Pieces
 from rlframe.megatron.messages.microbatch import Share
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
-from rlframe.types.results import Metric
+from rlframe.types.results import Metric, UpdateResult
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.border import SourceRank
 
@@ -93,8 +93,8 @@ class TrainerRank(ScoringRank, Protocol):
         """Returns 64 hex digits that change with the model's config.json and with any bit of this rank's weights."""
         ...
 
-    def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
-        """Takes one optimizer step per entry of `shares`. Returns their metrics, merged over this rank's micro-batches.
+    def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> list[UpdateResult]:
+        """Takes one optimizer step per entry of `shares`. Returns their results.
 
         Args:
             first_step: number of optimizer steps the run has taken before.

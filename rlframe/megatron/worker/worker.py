@@ -21,7 +21,7 @@ from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.ranks import TrainerRank
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.megatron.worker import environment
-from rlframe.types.results import Metric
+from rlframe.types.results import Metric, UpdateResult
 from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
 from rlframe.utils.rendezvous import listen
@@ -104,7 +104,7 @@ class MegatronWorker(MegatronRank, TrainerRank):
         """See Trainer.fingerprint."""
         return self.trainer.fingerprint()
 
-    def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
+    def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> list[UpdateResult]:
         """See Trainer.train."""
         return self.trainer.train([share.microbatches() for share in shares], algorithm, first_step=first_step)
 

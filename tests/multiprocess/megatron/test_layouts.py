@@ -121,7 +121,7 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
     transformer_config(trainer.model.architecture, on_gpu, Parallel.parse(layout), torch.device("cuda"))
     forward.accumulate_gradients(trainer.model, mine, Weighted(), temperature=1.0)
     measured["gradients"] = exported_gradients(trainer)
-    measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value
+    measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0].metrics["train/grad_norm"].value
     return measured
 
 

@@ -141,7 +141,6 @@ def test_a_half_written_file_is_read_until_the_damage(tmp_path: Path) -> None:
     [
         ({"keep": [Keep.ALL, Keep.BEST]}, "keep must be \\[all\\] alone"),
         ({"keep": [Keep.BEST, Keep.BEST]}, "keep must name each choice once"),
-        ({"keep": [], "trainer_logprobs": True}, "trainer_logprobs has no effect with keep=\\[\\]"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict, words: str) -> None:

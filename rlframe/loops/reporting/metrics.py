@@ -122,6 +122,7 @@ class MetricsLog:
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         append(self._metrics, {"step": step, **metrics})
         self.timeline.write(step)
+        self._warned.gather()
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)
         for tracker in self._trackers:

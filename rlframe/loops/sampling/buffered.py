@@ -16,6 +16,7 @@ from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.attempts.turns import Progress
 from rlframe.cluster.watch.activities import learn
 from rlframe.loops.reporting.metrics import mean_of, scored
+from rlframe.loops.reporting.timeline import Timeline
 from rlframe.loops.sampling.base import Sampler
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, by_attempt
@@ -72,6 +73,8 @@ class BufferedSampler(Sampler):
     """Looks after the engines from `collect` until the next sync. None if dead ones wait for it."""
     num_minibatches: int = 1
     """Number of groups of which a batch that does not get full keeps a multiple."""
+    timeline: Timeline | None = None
+    """Notes how busy each engine was. None if nothing does."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -357,8 +360,13 @@ class BufferedSampler(Sampler):
         metrics["rollout/oldest_attempt_s"] = state.oldest_s
         # A runner that was replaced counts from its beginning.
         if before and before.now_s < state.now_s and before.busy_s <= state.busy_s:
-            span_s = (state.now_s - before.now_s) * len(state.busy_s)
-            metrics["rollout/engine_idle_fraction"] = 1 - (sum(state.busy_s) - sum(before.busy_s)) / span_s
+            span_s = state.now_s - before.now_s
+            busy_s = [now - then for now, then in zip(state.busy_s, before.busy_s, strict=True)]
+            metrics["rollout/engine_idle_fraction"] = 1 - (sum(state.busy_s) - sum(before.busy_s)) / (
+                span_s * len(state.busy_s)
+            )
+            if self.timeline:
+                self.timeline.engines_sampled(span_s, busy_s)
         return metrics
 
 

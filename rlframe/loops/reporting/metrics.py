@@ -181,9 +181,10 @@ class MetricsLog:
             self._warned.note(text.removeprefix("warning: "))
 
     def close(self) -> None:
-        """Ends the progress bar and the notes of warnings."""
+        """Ends the progress bar, the notes of warnings and the files of samples."""
         self._bar.close()
         self._warned.close()
+        self._sample_files.close()
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from rlframe.cluster.network import use_address
 from rlframe.cluster.watch.flight import write_flight
 from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
 from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, stack_file
+from rlframe.cluster.watch.warned import note_warnings
 from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
 from rlframe.utils.outside import receive
@@ -60,6 +61,7 @@ class Worker:
         faulthandler.register(STACK_SIGNAL, file=stack_file(self.log).open("w"), all_threads=True)
         page = begin_marks(mark_file(self.log))
         threading.Thread(target=answer_requests, args=(page, flight_file(self.log)), name="watch", daemon=True).start()
+        note_warnings(self.log)
         self.set_threads(num_threads)
         self.set_network()
         mark("start: the process runs")

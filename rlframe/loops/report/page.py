@@ -17,10 +17,12 @@ from typing import Any
 from rlframe.loops.report.attempts import MOST_BYTES, attempts
 from rlframe.loops.report.curves import curves
 from rlframe.loops.report.ended import ended
-from rlframe.loops.report.files import flat, json_lines, read_yaml, settings_of
+from rlframe.loops.report.files import json_lines, read_yaml, settings_of
 from rlframe.loops.report.times import times
 from rlframe.loops.reporting.samples import sample_files
+from rlframe.loops.reporting.warned import DRIVER
 from rlframe.utils.files import write_whole
+from rlframe.utils.nested import flat
 from rlframe.utils.text import printable
 
 REPORT = "report.html"
@@ -55,7 +57,7 @@ def run_of(output: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
         "output": str(output),
         "steps": settings["steps"],
         "done": max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0),
-        "settings": dict(flat(settings)),
+        "settings": flat(settings),
         "overrides": read_yaml(output / "overrides.yaml") or [],
         "curves": curves(records),
         "times": times(json_lines(output / "timeline.jsonl")),
@@ -67,13 +69,19 @@ def run_of(output: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def warnings(output: Path) -> list[dict[str, Any]]:
-    """Returns the warnings of a run: each text once, with its first and last step and how often it came."""
+    """Returns the warnings of a run: each text once, with its first and last step, how often it came, and from which
+    processes."""
     found: dict[str, dict[str, Any]] = {}
     for line in json_lines(output / "warnings.jsonl"):
         text = str(line.get("text", ""))
-        known = found.setdefault(text, {"text": text, "of": line.get("of", ""), "first": line.get("step"), "count": 0})
+        known = found.setdefault(
+            text, {"text": text, "of": line.get("of", ""), "roles": [], "first": line.get("step"), "count": 0}
+        )
         known["last"] = line.get("step")
         known["count"] += 1
+        role = str(line.get("role", DRIVER))
+        if role not in known["roles"]:
+            known["roles"].append(role)
     return list(found.values())[-MOST_WARNINGS:]
 
 

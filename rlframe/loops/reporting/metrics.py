@@ -140,6 +140,7 @@ class MetricsLog:
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         append(self._metrics, {"step": step, **metrics})
         self.timeline.write(step)
+        self._warned.gather()
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)
         for tracker in self._trackers:
@@ -199,9 +200,10 @@ class MetricsLog:
             self._warned.note(text.removeprefix("warning: "))
 
     def close(self) -> None:
-        """Ends the progress bar and the notes of warnings."""
+        """Ends the progress bar, the notes of warnings and the files of samples."""
         self._bar.close()
         self._warned.close()
+        self._sample_files.close()
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -50,7 +50,7 @@ def test_a_page_has_what_the_run_left(tmp_path: Path) -> None:
         "values": [0.1, 0.2, 0.3],
     }
     assert run["curves"][1]["values"] == [None] * 3
-    assert run["warnings"] == [{"text": "four", "of": "m", "first": 1, "last": 2, "count": 2}]
+    assert run["warnings"] == [{"text": "four", "of": "m", "roles": ["driver"], "first": 1, "last": 2, "count": 2}]
     assert [each["step"] for each in run["attempts"]] == [1, 2, 3]
     assert run["times"]["roles"] == [{"role": "policy", "phases": {"train": 1.0}, "idle_s": 0.0}]
     assert run["ended"] == {}

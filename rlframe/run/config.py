@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from rlframe.algorithms.requirements import RunFacts
 from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.profiling.config import ProfileConfig
 from rlframe.data.config import DataConfig
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.loops.config import CheckpointConfig, EvaluationConfig, GenerationConfig, LoggingConfig, LoopConfig
@@ -75,6 +76,7 @@ class RunConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Settings of mode=generate."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -70,6 +70,8 @@ class MetricsLog:
         self._drawn = 0.0
         self._measured: dict[str, tuple[int, float]] = {}
         self._warned = Warned(folder, step=lambda: self._bar.n + 1, anew=done_steps is None)
+        self.marks: dict[str, float] = {}
+        """Metrics of the step under way that others than the loop add."""
         self.num_restarts = 0
         """Number of restarts of trainer ranks so far, written with the metrics of every step."""
 
@@ -100,7 +102,7 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step's metrics everywhere and moves the progress bar."""
-        line = {**metrics, RESTARTS: float(self.num_restarts)}
+        line = {**metrics, **self.marks, RESTARTS: float(self.num_restarts)}
         self._write(step, line)
         labels = {
             "reward": "reward/mean",

@@ -18,6 +18,7 @@ from rlframe.run.check import (
     memory,
     model,
     modes,
+    profile,
     replay,
     reward,
     routes,
@@ -240,6 +241,9 @@ TOPICS = {
     modes.mode: {"mode", "data", "evaluation", "algorithm", "rollout", "checkpoint"},
     modes.sets: {"mode", "data", "evaluation", "reward", "rollout", "model", "algorithm"},
     modes.prompts: {"mode", "data", "seed", "model"},
+    profile.processes: profile.SECTIONS,
+    profile.device: {"profile", "cluster"},
+    profile.nsys: {"profile", "output"},
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
@@ -254,6 +258,7 @@ OF_THIS_MACHINE = frozenset(
         data.curriculum_faults,
         check_reward,
         memory.faults,
+        profile.nsys,
     }
 )
 """Topics about weights, data, packages and devices, which a machine that only plans need not have."""
@@ -291,6 +296,7 @@ WITHOUT_TRAINING = frozenset(
         modes.mode,
         modes.sets,
         modes.prompts,
+        profile.processes,
         effect.GENERATION.faults,
     }
 )
@@ -300,6 +306,7 @@ OF_DEVICE = (
     check_training,
     check_routes,
     check_critic,
+    profile.device,
     *(need.faults for need in effect.NEEDS if "cluster" in need.beside),
 )
 """Topics that depend on the device, which `auto` on a joined cluster leaves open until then."""

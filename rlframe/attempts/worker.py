@@ -32,10 +32,10 @@ from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout
 from rlframe.utils import garbage, outside
 
 if TYPE_CHECKING:
-    from rlframe.cluster.profiling.request import Recorder, Request
     from transformers import PreTrainedTokenizerBase
 
     from rlframe.attempts.endpoint.server import Server
+    from rlframe.cluster.profiling.request import Recorder, Request
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

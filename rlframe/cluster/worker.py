@@ -22,8 +22,8 @@ from rlframe.utils.calls import RankCall
 from rlframe.utils.outside import receive
 
 if TYPE_CHECKING:
-    from rlframe.cluster.profiling.request import Recorder, Request
     from rlframe.cluster.profiling.recording import Recording
+    from rlframe.cluster.profiling.request import Recorder, Request
     from rlframe.cluster.profiling.trace import Summary
 
 LOOK_S = 0.25

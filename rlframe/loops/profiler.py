@@ -90,7 +90,10 @@ class Profiler:
     def _begin(self, step: int) -> None:
         self._under_way, self._phases, self._seen = list(self._processes), [], set()
         requests = {each.name: self._request(step, each.name) for each in self._processes}
-        self._ask("start of the profile", Worker.begin_profile, lambda each: (requests[each.name],))
+        self._ask(
+            "start of the profile",
+            lambda each: each.workers.ask(each.rank, Worker.begin_profile, requests[each.name]),
+        )
         if self._with_driver:
             self._driver = driver_recorder(self._request(step, DRIVER))
             self._driver.begin()
@@ -108,7 +111,7 @@ class Profiler:
         if self._driver:
             found[DRIVER] = summarise(self._driver.end(), phases=self._seen)
             self._driver = None
-        ended = self._ask("end of the profile", Worker.end_profile)
+        ended = self._ask("end of the profile", lambda each: each.workers.ask(each.rank, Worker.end_profile))
         found |= {name: summary for name, summary in ended.items() if summary}
         summary = write_summary(self._folder, step, found)
         self._say(f"profile of step {step}: {summary}")
@@ -141,17 +144,16 @@ class Profiler:
     def _enter(self) -> None:
         """Tells the processes the innermost phase under way."""
         name = self._phases[-1] if self._phases else ""
-        self._ask("profile", Worker.enter_phase, lambda _: (name,))
+        self._ask("profile", lambda each: each.workers.ask(each.rank, Worker.enter_phase, name))
 
-    def _ask(
-        self,
-        doing: str,
-        method: Callable[..., Any],
-        arguments: Callable[[Process], tuple[Any, ...]] = lambda _: (),
-    ) -> Mapping[str, Any]:
-        """Calls a method of every process, and returns the answers by its name. One that fails is left out from here
-        on: the run matters more than its profile."""
-        calls = [(each, each.workers.ask(each.rank, method, *arguments(each))) for each in self._under_way]
+    def _ask(self, doing: str, call_of: Callable[[Process], Any]) -> Mapping[str, Any]:
+        """Calls every process, and returns the answers by its name. One that fails is left out from here on: the run
+        matters more than its profile.
+
+        Args:
+            call_of: starts the call of a process.
+        """
+        calls = [(each, call_of(each)) for each in self._under_way]
         answers: dict[str, Any] = {}
         for each, call in calls:
             try:

@@ -59,19 +59,19 @@ class StackRecorder:
     """Python stacks of one thread of the process, sampled."""
 
     def __init__(self, request: Request, *, thread: str):
-        self._request, self._sampler = request, StackSampler(thread)
+        self._request, self.sampler = request, StackSampler(thread)
 
     def begin(self) -> None:
-        self._sampler.start()
+        self.sampler.start()
 
     def end(self) -> list[pathlib.Path]:
-        self._sampler.stop()
+        self.sampler.stop()
         file = self._request.stem.with_suffix(".folded.txt")
-        self._sampler.write(file)
+        self.sampler.write(file)
         return [file]
 
     def drop(self) -> None:
-        self._sampler.stop()
+        self.sampler.stop()
 
     def range(self, name: str) -> AbstractContextManager[Any]:  # noqa: ARG002 - samples have no ranges
         return nullcontext()

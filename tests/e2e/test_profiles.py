@@ -1,4 +1,4 @@
-"""Profiles of real runs, read back: the chosen ranks, the engine, the runner and the driver, and nothing else."""
+"""Profiles of real runs, read back: the chosen rank, the engine, the runner and the driver, and nothing else."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from tests.multiprocess.program import QUICK, lines, run
 
-RUN = QUICK | {"steps": 2, "data.evaluation_count": 0, "rollout.num_engines": 2, "checkpoint.export": "false"}
+RUN = QUICK | {"steps": 2, "data.evaluation_count": 0, "rollout.num_engines": 1, "checkpoint.export": "false"}
 
 
 def events(file: Path) -> list[dict[str, Any]]:
@@ -21,14 +21,14 @@ def names(file: Path) -> set[str]:
     return {each["name"] for each in events(file)}
 
 
-def test_a_step_is_profiled_on_the_chosen_ranks_and_engines_only(tmp_path: Path) -> None:
-    folder = run(tmp_path / "run", RUN | {"profile.steps": "[2]", "profile.ranks": "[1]", "profile.engines": "[1]"})
+def test_a_step_is_profiled_on_the_chosen_ranks_only(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", RUN | {"profile.steps": "[2]", "profile.ranks": "[1]"})
     profiles = folder / "profiles"
     assert [each.name for each in profiles.iterdir()] == ["step_2"]
     step = profiles / "step_2"
     assert {each.name for each in step.iterdir()} == {
         "policy_1.json.gz",
-        "engines_1.json.gz",
+        "engines_0.json.gz",
         "runner_0.folded.txt",
         "driver.json.gz",
         "driver.folded.txt",
@@ -36,7 +36,7 @@ def test_a_step_is_profiled_on_the_chosen_ranks_and_engines_only(tmp_path: Path)
         "summary.md",
     }
     assert {"train", "policy.train", "weight_sync", "aten::mm"} <= names(step / "policy_1.json.gz")
-    assert {"rollout", "weight_sync", "aten::mm"} <= names(step / "engines_1.json.gz")
+    assert {"rollout", "weight_sync", "aten::mm"} <= names(step / "engines_0.json.gz")
     driver = names(step / "driver.json.gz")
     assert {"rollout", "train", "weight_sync", "account", "wait: train"} <= driver and "aten::mm" not in driver
 
@@ -48,13 +48,13 @@ def test_a_step_is_profiled_on_the_chosen_ranks_and_engines_only(tmp_path: Path)
     assert metrics[2]["profile/recorded"] == 1 and "profile/recorded" not in metrics[1]
 
     summary = json.loads((step / "summary.json").read_text())["processes"]
-    assert summary.keys() == {"driver", "policy_1", "engines_1", "runner_0"}
+    assert summary.keys() == {"driver", "policy_1", "engines_0", "runner_0"}
     policy = summary["policy_1"]
     assert "aten::mm" in [row["name"] for row in policy["operators"]]
     assert policy["phases"]["train"] > 0 and 0 < policy["collectives_fraction"] < 1
     assert summary["driver"]["phases"]["wait: train"] > 0
     page = (step / "summary.md").read_text()
-    assert "[policy_1.json.gz](policy_1.json.gz)" in page and "## engines_1: operators by their own time" in page
+    assert "[policy_1.json.gz](policy_1.json.gz)" in page and "## engines_0: operators by their own time" in page
     assert not list(step.glob(".*")), "nothing is left of what engines write"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.run.check import check
+from rlframe.run.check import TOPICS, effect, profile
 from rlframe.run.load import load
 from rlframe.run.profiles import profiled
 from rlframe.utils.errors import ConfigError
@@ -13,12 +13,21 @@ from rlframe.utils.errors import ConfigError
 pytestmark = pytest.mark.later
 
 
+OURS = (
+    profile.processes,
+    profile.device,
+    profile.nsys,
+    *(each.faults for each in effect.NEEDS if "profile" in each.keys),
+)
+
+
 def faults(*overrides: str, config: str = "grpo_qwen3_moe") -> list[str]:
+    """The faults of the profile alone: reading the data for each cell takes too long."""
     try:
-        check(load(config, list(overrides)))
+        run = load(config, list(overrides))
     except ConfigError as error:
         return list(map(str, error.faults))
-    return []
+    return [str(fault) for topic in OURS for fault in topic(run)]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +66,6 @@ def test_a_wrong_profile_is_refused(overrides: list[str], said: str, monkeypatch
 
 
 def test_vllm_records_no_memory_and_has_no_second_profiler() -> None:
-    pytest.importorskip("vllm")
     engines = ["rollout=vllm", "profile.steps=[1]", "cluster.device=cuda"]
     (said,) = [each for each in faults(*engines, "profile.tool=memory", "profile.roles=[engines]") if "vLLM" in each]
     assert "must be torch or nsys for engines of vLLM" in said
@@ -74,3 +82,7 @@ def test_every_role_that_the_tool_can_record_is_profiled_unless_some_are_named()
     run = load("dpo_qwen3_moe_tiny", ["profile.steps=[1]", "profile.roles=[driver]"])
     assert profiled(run, online=False, has_critic=False) == {"driver": [0]}
     assert profiled(load("grpo_qwen3_moe", []), online=True, has_critic=False) == {}
+
+
+def test_the_rules_are_among_those_of_a_configuration() -> None:
+    assert set(OURS) <= TOPICS.keys()

@@ -298,6 +298,7 @@ WITHOUT_TRAINING = frozenset(
         modes.prompts,
         profile.processes,
         effect.GENERATION.faults,
+        effect.SELF_TEST.faults,
     }
 )
 """Topics about engines and rewards alone, in the modes that start nothing else."""

@@ -19,6 +19,7 @@ from rlframe.run.check import (
     memory,
     model,
     modes,
+    profile,
     replay,
     reward,
     routes,
@@ -242,6 +243,9 @@ TOPICS = {
     modes.mode: {"mode", "data", "evaluation", "algorithm", "rollout", "checkpoint"},
     modes.sets: {"mode", "data", "evaluation", "reward", "rollout", "model", "algorithm"},
     modes.prompts: {"mode", "data", "seed", "model"},
+    profile.processes: profile.SECTIONS,
+    profile.device: {"profile", "cluster"},
+    profile.nsys: {"profile", "output"},
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
@@ -256,6 +260,7 @@ OF_THIS_MACHINE = frozenset(
         data.curriculum_faults,
         check_reward,
         memory.faults,
+        profile.nsys,
     }
 )
 """Topics about weights, data, packages and devices, which a machine that only plans need not have."""
@@ -293,6 +298,7 @@ WITHOUT_TRAINING = frozenset(
         modes.mode,
         modes.sets,
         modes.prompts,
+        profile.processes,
         effect.GENERATION.faults,
         effect.SELF_TEST.faults,
     }
@@ -303,6 +309,7 @@ OF_DEVICE = (
     check_training,
     check_routes,
     check_critic,
+    profile.device,
     *(need.faults for need in effect.NEEDS if "cluster" in need.beside),
 )
 """Topics that depend on the device, which `auto` on a joined cluster leaves open until then."""

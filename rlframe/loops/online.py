@@ -17,8 +17,8 @@ from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.config import HELD_OUT
-from rlframe.loops.evaluate import EvaluationBeside, evaluate, judged, metrics_of
-from rlframe.loops.evaluation_sets import Evaluated, EvaluationSet
+from rlframe.loops.evaluation.evaluate import EvaluationBeside, evaluate, judged, metrics_of
+from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics
@@ -96,7 +96,9 @@ class RolloutLoop(Loop):
     def samples(self, step: int, groups: list[Group], batch: TrainBatch) -> Chosen:
         """Returns the rollouts that the run keeps of a step, with the trainer's logprobs if the settings ask for
         them."""
-        chosen = self.metrics.choose_samples(step, members(groups), batch)
+        rollouts = members(groups)
+        self.metrics.callbacks.on_batch(step, rollouts, batch)
+        chosen = self.metrics.choose_samples(step, rollouts, batch)
         if self.metrics.config.samples.trainer_logprobs and chosen.places and batch.old_logprobs is None:
             with self.phase("samples", on=self.policy):
                 chosen.take_trainer_logprobs(self.policy.logprobs(batch.select(list(chosen.places))))

@@ -57,6 +57,7 @@ class Trainer:
         family = load_family(folder)
         architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
         self.model = model.build(family, architecture, setup.train, device=setup.device)
+        self.model.float32 = setup.float32
         self.layout: MemoryLayout = self.model.layout
         self._load_weights(folder)
         self.reference = self._reference() if setup.with_reference else None

@@ -111,6 +111,17 @@ class VllmConfig(ServedConfig):
             }
         return replace(self, engine_options=self.engine_options | {PROFILER_CONFIG: options})
 
+    def exact_faults(self, *, cuda: bool) -> Iterator[Fault]:
+        """See RolloutConfig."""
+        yield Fault(
+            "rollout.logprobs",
+            "must be sampled with rollout.name=vllm",
+            got=self.logprobs,
+            why="VLLM_BATCH_INVARIANT=1 makes vLLM agree with itself in any batch; to agree with it, the trainer would "
+            "need its kernels, also in the backward pass, which Megatron-Core does not have",
+            hint="use rollout.name=transformers on a CPU, or an algorithm's correction",
+        )
+
     def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """See RolloutConfig."""
         if not cuda:

@@ -14,6 +14,7 @@ from rlframe.run.check import (
     data,
     devices,
     effect,
+    exact,
     judge,
     loop,
     memory,
@@ -145,6 +146,12 @@ def check_routes(run: RunConfig) -> Iterator[Fault]:
         yield from routes.faults(run, algorithm_of(run), cuda=device is Device.CUDA)
 
 
+def check_exact(run: RunConfig) -> Iterator[Fault]:
+    """Checks that engines and trainer can agree exactly, if they must."""
+    if online(run) and (device := device_of(run)) is not Device.AUTO:
+        yield from exact.faults(run, cuda=device is Device.CUDA)
+
+
 def check_critic(run: RunConfig) -> Iterator[Fault]:
     """Checks that the critic's settings have an effect and obey the rules of the policy's settings."""
     algorithm = algorithm_of(run)
@@ -222,6 +229,7 @@ TOPICS = {
     model.lora: {"model", "train"},
     check_training: {"model", "train", "cluster", "algorithm"},
     check_routes: {"train", "rollout", "cluster", "algorithm"},
+    check_exact: {"train", "rollout", "cluster", "algorithm"},
     devices.sleep: {"train", "critic", "cluster", "algorithm"},
     check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     loop.evaluation: {"data", "evaluation"},
@@ -291,6 +299,7 @@ WITHOUT_TRAINING = frozenset(
         devices.packages,
         loop.environment,
         batch.tokens,
+        check_exact,
         check_reward,
         check_reward_model,
         check_judge,
@@ -308,6 +317,7 @@ OF_DEVICE = (
     devices.transport,
     check_training,
     check_routes,
+    check_exact,
     check_critic,
     profile.device,
     *(need.faults for need in effect.NEEDS if "cluster" in need.beside),

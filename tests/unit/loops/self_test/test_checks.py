@@ -130,6 +130,14 @@ def masked(seen: Seen, place: int, *, counts: bool) -> None:
     batch_of(seen).loss_mask[place] = counts
 
 
+def doubled(seen: Seen) -> None:
+    """The first sequence stands in the place of the second too."""
+    seen.batch = batch = batch_of(seen).select([0, 0, 2, 3])
+    seen.token_weights = batch.loss_mask / 10
+    seen.logprobs, seen.reference, seen.at_temperature = (batch.rollout_logprobs.clone() for _ in range(3))
+    seen.entropies = -batch.rollout_logprobs
+
+
 def leaking(seen: Seen) -> None:
     seen.steps = [
         replace(each, memory={"rollout-0": MemoryInUse(host_bytes=10**9 + each.step * 5 * 10**7, device_bytes=0)})
@@ -166,7 +174,7 @@ FAULTS: dict[str, tuple[str, Callable[[Seen], object]]] = {
     "a prompt's token in the loss": ("mask", lambda seen: masked(seen, 1, counts=True)),
     "a last token not in the loss": ("mask", lambda seen: masked(seen, 3, counts=False)),
     "no end token": ("mask", lambda seen: setattr(seen, "facts", replace(seen.facts, stop_tokens=[3]))),
-    "a doubled sequence": ("batch", lambda seen: setattr(seen, "batch", batch_of(seen).select([0, 0, 2, 3]))),
+    "a doubled sequence": ("batch", doubled),
     "rewards of others": ("batch", lambda seen: setattr(seen, "batch", replace(batch_of(seen), rewards=torch.ones(4)))),
     "advantages of the wrong sign": ("advantages", lambda seen: batch_of(seen).advantages.neg_()),
     "a sync is refused": ("sync", lambda seen: setattr(seen, "sync", SyncSeen(refusal="layers.1 differs"))),

@@ -95,10 +95,12 @@ def sign_in(log: pathlib.Path, begin: int) -> str:
 
 
 def held_here() -> tuple[str, int, str]:
-    """Returns the name and the bytes of this process's device, and what it held, in words. Empty on a CPU."""
+    """Returns the name and the bytes of this process's device, and what it held, in words. Empty on a CPU; a name alone
+    if only the engine's own processes use the device."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return "", 0, ""
+        # Counting initialises nothing: it would take memory where none is left.
+        return ("its device" if torch is not None and torch.cuda.device_count() else ""), 0, ""
     free, size = torch.cuda.mem_get_info()
     held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     words = (

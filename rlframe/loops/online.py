@@ -17,8 +17,8 @@ from rlframe.cluster.roles import CRITIC
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.config import HELD_OUT
-from rlframe.loops.evaluate import EvaluationBeside, evaluate, judged, metrics_of
-from rlframe.loops.evaluation_sets import Evaluated, EvaluationSet
+from rlframe.loops.evaluation.evaluate import EvaluationBeside, evaluate, judged, metrics_of
+from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics

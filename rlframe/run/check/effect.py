@@ -134,6 +134,11 @@ NEEDS = (
         ("cluster",),
     ),
     Need(
+        ("rollout.compile",),
+        lambda run: isinstance(run.rollout, ServedConfig) and run.rollout.enforce_eager,
+        "rollout.enforce_eager=true",
+    ),
+    Need(
         ("loop", "evaluation.num_engines"),
         lambda run: online(run) and run.rollout.replay is not None,
         "rollout.replay={rollout.replay}, which samples nothing",

@@ -7,8 +7,8 @@ from dataclasses import replace
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.config import HELD_OUT, LoggingConfig
-from rlframe.loops.evaluate import evaluate_streaming
-from rlframe.loops.results import (
+from rlframe.loops.evaluation.evaluate import evaluate_streaming
+from rlframe.loops.evaluation.results import (
     RESPONSES,
     RESULTS,
     Result,

@@ -8,8 +8,8 @@ from rlframe.attempts.leases import Leases
 from rlframe.attempts.ledger import Ledger
 from rlframe.attempts.mending import Mender
 from rlframe.data.prompts import PromptSource
-from rlframe.loops.evaluate import EvaluationBeside, come_back
-from rlframe.loops.evaluation_sets import EvaluationSet
+from rlframe.loops.evaluation.evaluate import EvaluationBeside, come_back
+from rlframe.loops.evaluation.sets import EvaluationSet
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Sleeper
 from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequences

@@ -3,7 +3,7 @@
 from rlframe.data import builtin
 from rlframe.data.prompts import PromptSource
 from rlframe.data.sets import read_prompts
-from rlframe.loops.evaluation_sets import EvaluationSet
+from rlframe.loops.evaluation.sets import EvaluationSet
 from rlframe.run.compose.parts import Parts
 from rlframe.run.evaluation import SALT, data_of, greedy, sampling_of
 

@@ -247,8 +247,8 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/loops/evaluate.py",
-        "tests/unit/loops/test_evaluation.py",
+        "rlframe/loops/evaluation/evaluate.py",
+        "tests/unit/loops/evaluation/test_evaluate.py",
         (
             "any weights evaluate",
             "if (others := rollout.versions[rollout.loss_mask & (rollout.versions != self.step)]).size:",
@@ -257,7 +257,7 @@ MUTATIONS: list[Mutation] = [
         ("a written evaluation is done again", "and not is_done(step := int(", "and (step := int("),
     ),
     *faults(
-        "rlframe/loops/evaluate.py",
+        "rlframe/loops/evaluation/evaluate.py",
         SIMULATED,
         (
             "an evaluation is not in the checkpoint",
@@ -287,13 +287,13 @@ MUTATIONS: list[Mutation] = [
         ("attempts that were interrupted have no limit", "self._limits[attempt].reschedule(", "("),
     ),
     *faults(
-        "rlframe/loops/generate.py",
-        "tests/unit/loops/test_generate.py",
+        "rlframe/loops/evaluation/generate.py",
+        "tests/unit/loops/evaluation/test_generate.py",
         ("what is finished is sampled again", "if name not in done]", "]"),
     ),
     *faults(
         "rlframe/utils/jsonl.py",
-        "tests/unit/loops/test_generate.py",
+        "tests/unit/loops/evaluation/test_generate.py",
         ("a half-written line stays", "        os.truncate(file, whole_bytes)", "        pass"),
     ),
     *faults(
@@ -306,8 +306,8 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/loops/evaluation_sets.py",
-        "tests/unit/loops/test_evaluation_sets.py",
+        "rlframe/loops/evaluation/sets.py",
+        "tests/unit/loops/evaluation/test_sets.py",
         ("attempts that were lost count as unsolved", "if len(own) >= k:", "if True:"),
         (
             "unscored attempts have a reward",

@@ -137,8 +137,8 @@ MUTATIONS: list[Mutation] = [
         ("the weights are not copied again", "            copy.copy_(original)\n", "            pass\n"),
     ),
     *faults(
-        "rlframe/loops/evaluate.py",
-        "tests/unit/loops/test_evaluation.py",
+        "rlframe/loops/evaluation/evaluate.py",
+        "tests/unit/loops/evaluation/test_evaluate.py",
         (
             "engines that only evaluate keep old weights",
             "if self.weight_sync and self.weight_sync.policy_version != step:",

@@ -18,8 +18,8 @@ from rlframe.attempts.ledger import LEDGER, Ledger, read_ledger
 from rlframe.attempts.runner import Ended
 from rlframe.attempts.turns import Task
 from rlframe.data.cursor import Cursor
-from rlframe.loops.evaluate import EvaluationBeside
-from rlframe.loops.evaluation_sets import EvaluationSet
+from rlframe.loops.evaluation.evaluate import EvaluationBeside
+from rlframe.loops.evaluation.sets import EvaluationSet
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.input import ModelInput

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.loops.evaluate import evaluate_streaming, metrics_of
-from rlframe.loops.evaluation_sets import Evaluated, EvaluationSet
+from rlframe.loops.evaluation.evaluate import evaluate_streaming, metrics_of
+from rlframe.loops.evaluation.results import RESULTS, result_of, table, write_responses, write_results
+from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.reporting.metrics import is_evaluated
-from rlframe.loops.results import RESULTS, result_of, table, write_responses, write_results
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlframe.loops.evaluate import EvaluationBeside, WeightsGone, come_back, evaluation_metrics
-from rlframe.loops.evaluation_sets import EvaluationSet
+from rlframe.loops.evaluation.evaluate import EvaluationBeside, WeightsGone, come_back, evaluation_metrics
+from rlframe.loops.evaluation.sets import EvaluationSet
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams, members

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlframe.loops.evaluation_sets import Evaluated
+from rlframe.loops.evaluation.sets import Evaluated
 from rlframe.loops.reporting.responses import record_of
 from rlframe.utils.files import whole_file, write_whole
 from rlframe.utils.text import json_line

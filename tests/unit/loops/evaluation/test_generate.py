@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlframe.loops.generate import Generation
+from rlframe.loops.evaluation.generate import Generation
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Rollout, SamplingParams
@@ -91,7 +91,7 @@ def test_a_line_that_is_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_prompts_in_any_number_are_begun_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlframe.loops.generate.MOST_OPEN", 5)
+    monkeypatch.setattr("rlframe.loops.evaluation.generate.MOST_OPEN", 5)
     made, _ = generation(tmp_path / "responses.jsonl")
     made.run(PROMPTS, IDS)
     assert len(made.attempts.asked[0][0]) == 2, "four attempts"

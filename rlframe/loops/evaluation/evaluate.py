@@ -10,7 +10,7 @@ from tqdm import tqdm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.turns import Task
 from rlframe.loops.config import HELD_OUT
-from rlframe.loops.evaluation_sets import Evaluated, EvaluationSet
+from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.reporting.metrics import mean_of, part_means, scored
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.types.rollout import Group, Rollout, members

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.turns import Task
-from rlframe.loops.evaluate import MOST_OPEN
+from rlframe.loops.evaluation.evaluate import MOST_OPEN
 from rlframe.loops.reporting.responses import record_of
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.types.prompt import Prompt

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rlframe.loops.results import finite
+from rlframe.loops.evaluation.results import finite
 from rlframe.loops.self_test.finding import Check, Finding, Verdict, found
 from rlframe.loops.self_test.seen import Seen
 from rlframe.utils.errors import RlframeError

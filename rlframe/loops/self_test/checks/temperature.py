@@ -22,8 +22,8 @@ class Temperature(Check):
         yield found(
             "trainer's temperature",
             f"{size:.3g} nats from its logprobs at {stated:g}",
-            fail=not size <= seen.limit_nats,
-            threshold=f"at most {seen.limit_nats:.2g}",
+            fail=not size <= seen.limit_of_one_nats,
+            threshold=f"at most {seen.limit_of_one_nats:.2g}",
             look="the trainer's logprobs are not those at rollout.temperature",
             numbers={"nats": size},
         )

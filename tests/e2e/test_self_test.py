@@ -12,6 +12,7 @@ from tests.e2e.recipes import draw_weights, make_model
 from tests.multiprocess.program import run
 
 ONE_RANK: dict[str, Any] = {"train.parallel": "d1"}
+SMALL = SETTINGS | ONE_RANK | {"prompts_per_step": 8, "self_test.steps": 3}
 BFLOAT16: dict[str, Any] = {"train.dtype": "bfloat16"}
 OFFLINE = {
     "mode": "self_test",
@@ -22,7 +23,7 @@ OFFLINE = {
 
 
 def test_a_right_run_passes_without_a_warning(tmp_path: Path) -> None:
-    assert self_test(tmp_path / "run", CLEAN) == {"FAIL": [], "WARN": []}
+    assert self_test(tmp_path / "run", CLEAN, SMALL) == {"FAIL": [], "WARN": []}
     names = {file.name for file in (tmp_path / "run").iterdir()}
     assert names == {"self_test"}, "nothing of a run beside it"
 

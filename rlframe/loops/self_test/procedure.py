@@ -36,7 +36,7 @@ from rlframe.weight_sync.border import DestinationRank
 logger = logging.getLogger(__name__)
 AnyLoop = TypeVar("AnyLoop", OnlineLoop, OfflineLoop)
 PHASE = "self_test"
-FACTORS = (0.5, 0.8, 1.25, 2.0)
+FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 """Temperatures to try, as factors of that of the settings. 1 is tried too: no temperature at all."""
 NUM_SEQUENCES = 64
 """Greatest number of sequences that are looked at several times."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def leaking(seen: Seen) -> None:
     ]
 
 
-FAULTS: dict[str, tuple[str, Callable[[Seen], object]]] = {
+FAULTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "weights move": ("weights", lambda seen: last(seen, weights="other")),
     "a learning rate": ("weights", lambda seen: last(seen, metrics={"train/lr": 1e-6})),
     "the trainer drifts": ("drift", lambda seen: last(seen, trainer=[[-1.0, -2.0, -0.6], [-3.0]])),

@@ -72,6 +72,9 @@ def self_test(folder: Path, fault: str, settings: Mapping[str, Any] = SETTINGS) 
     findings = json.loads(file.read_text())["findings"]
     found = {verdict: [f"{each['check']}, {each['what']}" for each in findings if each["verdict"] == verdict]
              for verdict in ("FAIL", "WARN")}  # fmt: skip
+    for each in findings:
+        if each["verdict"] in found:
+            sys.stderr.write(f"{fault}: {each['verdict']} {each['check']}, {each['what']}: {each['value']}\n")
     assert code == (1 if found["FAIL"] else 0), f"{fault} ended with {code}, having found {found}"
     return found
 

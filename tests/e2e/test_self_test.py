@@ -9,7 +9,7 @@ import pytest
 from tests.campaigns.planted import FAULTS
 from tests.campaigns.self_tests import CLEAN, SETTINGS, found_by, self_test
 from tests.e2e.recipes import draw_weights, make_model
-from tests.multiprocess.program import run
+from tests.multiprocess.program import REWARD, run
 
 ONE_RANK: dict[str, Any] = {"train.parallel": "d1"}
 SMALL = SETTINGS | ONE_RANK | {"prompts_per_step": 8, "self_test.steps": 3}
@@ -39,7 +39,9 @@ def test_other_right_runs_pass_without_a_warning(settings: dict[str, Any], tmp_p
 def test_a_right_dense_model_passes_without_a_warning(dtype: str, tmp_path: Path) -> None:
     folder = make_model("Qwen/Qwen3-4B", tmp_path / "dense", shrunk=True)
     draw_weights(folder)
-    settings = SETTINGS | {"model.path": folder, "train.parallel": "d1t2", "train.dtype": dtype}
+    # A reward that random answers earn.
+    reward = {"reward.parts.exact_match.name": f"{REWARD}:score"}
+    settings = SETTINGS | reward | {"model.path": folder, "train.parallel": "d1t2", "train.dtype": dtype}
     assert self_test(tmp_path / "run", CLEAN, settings) == {"FAIL": [], "WARN": []}
 
 

@@ -192,6 +192,8 @@ class Trainer:
             "config": read_config(resolve(self.setup.model)),
             "weights": digest(self.layout, self.model.parameters),
         }
+        if lora := self.model.lora:
+            identity["adapters"] = digest(lora.layout, lora.parameters)
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ class Schedule:
     checkpoints: Checkpoints
     prove: Callable[[int], None] = lambda _: None
     """Called after each step; makes the ranks prove their weights when it is due."""
-    profiled: Callable[[int], AbstractContextManager[None]] = nullcontext
+    profiled: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
     """Block around each step; records it if it is to be profiled."""
     begin: Callable[[], None] = lambda: None
     """Called before the first step."""

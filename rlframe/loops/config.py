@@ -258,9 +258,6 @@ class SamplesConfig:
     """Choices of attempts of each step: first, random, best, worst, or all. [] keeps none."""
     of_each: Annotated[int, Range(1, 10**6)] = 2
     """Number of attempts of each choice and step. `all` keeps all."""
-    trainer_logprobs: bool = False
-    """Whether the trainer scores the kept attempts before it trains on them, where the step does not need such
-    logprobs anyway. They show where trainer and engine disagree, and cost one forward pass of the kept attempts."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -270,8 +267,6 @@ class SamplesConfig:
             raise SettingError(
                 "keep", "must be [all] alone, which has the others", got=[str(each) for each in self.keep]
             )
-        if self.trainer_logprobs and not self.keep:
-            raise SettingError("trainer_logprobs", "has no effect with keep=[]; remove it", got="true")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -46,7 +46,7 @@ def prompts(tmp_path: Path) -> Path:
         pytest.param("dpo_qwen3_moe_tiny", marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.parametrize("mode", ["train", "evaluate", "generate"])
+@pytest.mark.parametrize("mode", ["train", "evaluate", "generate", "self_test"])
 def test_a_recipe_works_in_every_mode_and_with_no_steps(config: str, mode: str) -> None:
     steps = ["steps=0", "train.optimizer.schedule=linear"] if mode == "train" else []
     assert faults(f"mode={mode}", *steps, config=config) == []
@@ -180,3 +180,13 @@ def test_the_folder_of_a_run_is_not_its_model(tmp_path: Path) -> None:
     (tmp_path / "step" / "training" / ".metadata").touch()
     (fault,) = faults("mode=evaluate", f"model.path={tmp_path / 'step'}")
     assert "it is a checkpoint of training, which python -m rlframe.tools.convert makes a model of" in fault
+
+
+def test_a_self_test_names_its_checks_and_needs_engines() -> None:
+    (fault,) = faults("mode=self_test", "self_test.without=[gab]")
+    assert fault.startswith("self_test.without must name checks") and "did you mean gap?" in fault
+    assert any(
+        each.startswith("rollout.replay must be null") for each in faults("mode=self_test", "rollout.replay=run")
+    )
+    (fault,) = faults("self_test.steps=9")
+    assert fault.startswith("self_test.steps has no effect with mode=train")

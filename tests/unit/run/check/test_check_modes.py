@@ -94,7 +94,7 @@ def test_what_cannot_work_is_refused(overrides: list[str], expected: str) -> Non
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["mode=evalute"], "mode must be one of train, evaluate, generate, got 'evalute'"),
+        (["mode=evalute"], "mode must be one of train, evaluate, generate, self_test, got 'evalute'"),
         (
             ["evaluation.sets.math.path=arithmetic", "evaluation.sets.math.samples_per_prompt=8"],
             "evaluation.sets.math.samples_per_prompt must be 1 with temperature=0, got 8: greedy responses to a prompt",

@@ -82,6 +82,7 @@ class RunConfig:
     """Settings of mode=self_test."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
+    """Settings of what a run says when something is wrong with it."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -84,7 +84,9 @@ class RolloutLoop(Loop):
         samples = self.samples(step, groups, train_batch)
         if step > self.algorithm.critic_warmup_steps:
             with self.phase("train", on=self.policy):
-                metrics |= self.policy.train(train_batch).metrics
+                trained = self.policy.train(samples.marked(train_batch))
+            samples.take_trainer_logprobs(trained.kept_logprobs)
+            metrics |= trained.metrics
             metrics |= self.algorithm.adapt(metrics)
         with self.phase("weight_sync", beside=self.policy):
             synced = self.publish(version=step)
@@ -95,15 +97,10 @@ class RolloutLoop(Loop):
         self.metrics.log(step, self.describe(groups, synced) | metrics | counts)
 
     def samples(self, step: int, groups: list[Group], batch: TrainBatch) -> Chosen:
-        """Returns the rollouts that the run keeps of a step, with the trainer's logprobs if the settings ask for
-        them."""
+        """Shows the batch to the callbacks. Returns the rollouts that the run keeps of a step."""
         rollouts = members(groups)
         self.metrics.callbacks.on_batch(step, rollouts, batch)
-        chosen = self.metrics.choose_samples(step, rollouts, batch)
-        if self.metrics.config.samples.trainer_logprobs and chosen.places and batch.old_logprobs is None:
-            with self.phase("samples", on=self.policy):
-                chosen.take_trainer_logprobs(self.policy.logprobs(batch.select(list(chosen.places))))
-        return chosen
+        return self.metrics.choose_samples(step, rollouts, batch)
 
     def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
         """Returns metrics of the rollouts, of the models and of the step's time.

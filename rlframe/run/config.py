@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from rlframe.algorithms.requirements import RunFacts
 from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.profiling.config import ProfileConfig
 from rlframe.data.config import DataConfig
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.loops.alerts.config import AlertsConfig
@@ -83,6 +84,7 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
     """Settings of what a run says when something is wrong with it."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         check_bounds(self)

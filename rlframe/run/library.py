@@ -18,6 +18,8 @@ def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, f
 
     Signals stay the caller's: Ctrl-C raises KeyboardInterrupt, and the next call goes on from the last checkpoint.
 
+    What differs from the recipe goes into `overrides.yaml`, as the command line's overrides would.
+
     Args:
         config: of `rlframe.load`. It may be changed before.
         callbacks: called between the parts of a training run.

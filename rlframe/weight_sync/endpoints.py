@@ -238,11 +238,11 @@ class WeightDestination(DestinationRank):
         the tensor."""
         if self.layout is not None:
             name, boxes = next(iter(self.layout.boxes.items()))
-            element = boxes[0].view(self._parameters)[:1, :1]
+            held = boxes[0].view(self._parameters)
         else:
-            name, value = next((name, value) for name, value in self._parameters.items() if value.dtype in BITS)
-            element = value.view(-1)[:1]
-        element.view(torch.uint8).bitwise_xor_(1)
+            name, held = next((name, value) for name, value in self._parameters.items() if value.dtype in BITS)
+        first = held.as_strided((1,), (1,))
+        first.view(torch.uint8)[:1].bitwise_xor_(1)
         return name
 
     def clear_padding(self) -> None:

@@ -81,6 +81,8 @@ class MetricsLog:
         self._step = (done_steps or 0) + 1
         """The step under way. The bar does not count if it is not shown."""
         self._warned = Warned(folder, step=lambda: self._step, anew=done_steps is None)
+        self.marks: dict[str, float] = {}
+        """Metrics of the step under way that others than the loop add."""
         self.num_restarts = 0
         """Number of restarts of trainer ranks so far, written with the metrics of every step."""
 
@@ -115,7 +117,7 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step's metrics everywhere and moves the progress bar."""
-        line = {**metrics, RESTARTS: float(self.num_restarts)}
+        line = {**metrics, **self.marks, RESTARTS: float(self.num_restarts)}
         self._write(step, line)
         labels = {
             "reward": "reward/mean",
@@ -140,6 +142,7 @@ class MetricsLog:
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         append(self._metrics, {"step": step, **metrics})
         self.timeline.write(step)
+        self._warned.gather()
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)
         for tracker in self._trackers:
@@ -199,9 +202,10 @@ class MetricsLog:
             self._warned.note(text.removeprefix("warning: "))
 
     def close(self) -> None:
-        """Ends the progress bar and the notes of warnings."""
+        """Ends the progress bar, the notes of warnings and the files of samples."""
         self._bar.close()
         self._warned.close()
+        self._sample_files.close()
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

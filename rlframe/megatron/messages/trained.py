@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlframe.types.results import Metric
+from rlframe.types.results import UpdateResult
 from rlframe.utils.memory import MemoryUse
 
 
@@ -10,6 +10,6 @@ from rlframe.utils.memory import MemoryUse
 class Trained:
     """Result of a rank's optimizer steps."""
 
-    steps: list[dict[str, Metric]]
-    """Metrics of each step, merged over this rank's micro-batches."""
+    steps: list[UpdateResult]
+    """Result of each step."""
     memory: MemoryUse

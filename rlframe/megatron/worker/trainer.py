@@ -34,7 +34,7 @@ from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
-from rlframe.types.results import Mean, Metric, merge
+from rlframe.types.results import Mean, Metric, UpdateResult, merge
 from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor
 from rlframe.weight_sync.proof.digest import digest
@@ -57,6 +57,7 @@ class Trainer:
         family = load_family(folder)
         architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
         self.model = model.build(family, architecture, setup.train, device=setup.device)
+        self.model.float32 = setup.float32
         self.layout: MemoryLayout = self.model.layout
         self._load_weights(folder)
         self.reference = self._reference() if setup.with_reference else None
@@ -191,6 +192,8 @@ class Trainer:
             "config": read_config(resolve(self.setup.model)),
             "weights": digest(self.layout, self.model.parameters),
         }
+        if lora := self.model.lora:
+            identity["adapters"] = digest(lora.layout, lora.parameters)
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     @torch.no_grad()
@@ -202,8 +205,8 @@ class Trainer:
             value.neg_()
         self._weights_changed()
 
-    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
-        """Takes one optimizer step per entry of `steps`. Returns their metrics, merged over this rank's micro-batches.
+    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[UpdateResult]:
+        """Takes one optimizer step per entry of `steps`. Returns their results.
 
         Args:
             first_step: number of optimizer steps the run has taken before.
@@ -216,7 +219,7 @@ class Trainer:
                 self.model.lora.seed_dropout(seed=self.setup.seed, step=first_step + index)
             balance(self.model, train.moe, microbatches)
             with overlap.gathering(self.model, when=train.communication.overlap_param_gather and index > 0):
-                shares = forward.accumulate_gradients(
+                passes = forward.accumulate_gradients(
                     self.model,
                     microbatches,
                     algorithm,
@@ -234,7 +237,9 @@ class Trainer:
             norms |= self.norms.update(num_steps=first_step + index + 1) if measured else {}
             metrics = {key: Mean(value, 1.0) for key, value in (updated | norms).items()} | self.expert_load.take()
             metrics |= self.model.replay.take() if self.model.replay else {}
-            results.append(merge(shares) | metrics)
+            metrics = merge(each.metrics for each in passes) | metrics
+            kept = [each.kept_logprobs for each in passes] if self.coordinates.reports else []
+            results.append(UpdateResult(metrics=metrics, kept_logprobs=kept))
         overlap.complete(self.model, train)
         if self.following and self.setup.reference_update.due(first_step, len(steps)):
             self.following.follow(self.setup.reference_update.mix)

@@ -113,6 +113,7 @@ NEEDS = (
         lambda run: run.weight_sync.transport in ("shm", "cuda_ipc"),
         "transport={weight_sync.transport}",
     ),
+    Need(("profile",), lambda run: not run.profile.steps, "profile.steps=[]"),
     Need(("checkpoint.best_mode",), lambda run: run.checkpoint.keep_best == 0, "keep_best=0"),
     Need(
         ("checkpoint.export_dtype", "checkpoint.export_shard_gb"),

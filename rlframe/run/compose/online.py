@@ -64,6 +64,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         examples=examples,
         engines=models_trained.engines,
         mender=mender,
+        timeline=metrics.timeline,
     )
     return OnlineLoop(
         schedule=parts.schedule(),

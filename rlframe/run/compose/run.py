@@ -25,6 +25,7 @@ from rlframe.run.compose.generate import generate
 from rlframe.run.compose.offline import offline
 from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
+from rlframe.run.compose.profiling import profiler
 from rlframe.run.compose.replay import replay
 from rlframe.run.compose.self_test import self_test, without_learning
 from rlframe.run.config import Mode, RunConfig
@@ -119,6 +120,8 @@ def run_on(
             asked=watchdog.asked,
             ask_engines=loop.weight_sync.ask_for_audit if isinstance(loop, OnlineLoop) else None,
         ).after
+        if config.profile.steps:
+            loop.schedule.profiled = profiler(parts, loop).around
         rest = Resumption(config.checkpoint, loop, parts.checkpoints, parts.groups)
         Restarts(config.cluster.max_restarts, parts.groups, start_anew=rest.start_anew).retry_after_restart(rest.finish)
         start_up.done("preparation", at=rest.ready_at)

@@ -134,7 +134,8 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
     transformer_config(trainer.model.architecture, on_gpu, Parallel.parse(layout), torch.device("cuda"))
     forward.accumulate_gradients(trainer.model, mine, Weighted(), temperature=1.0)
     measured["gradients"] = exported_gradients(trainer)
-    (metrics,) = trainer.train([mine], Weighted(), first_step=0)
+    (update,) = trainer.train([mine], Weighted(), first_step=0)
+    metrics = update.metrics
     measured["grad_norm"] = metrics["train/grad_norm"].value
     measured["by_part"] = {part: metrics[key].value for part in PARTS if (key := f"train/grad_norm_{part}") in metrics}
     return measured

@@ -55,12 +55,14 @@ def on_rank(rank: int, init_method: str, folder: str, layout: str) -> dict[str, 
     world = 2 if layout == "d2" else 1
     steps = [split(*part(step), num_ranks=world, max_tokens=40)[0][dp].microbatches() for step in range(STEPS)]
     # Two calls, as two batches of two minibatches would make them.
-    metrics = trainer.train(steps[:2], Weighted(), first_step=0) + trainer.train(steps[2:], Weighted(), first_step=2)
+    updates = trainer.train(steps[:2], Weighted(), first_step=0) + trainer.train(steps[2:], Weighted(), first_step=2)
     return {
         "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
-        "norms": [each["train/grad_norm"].value for each in metrics],
-        "rates": [each["train/lr"].value for each in metrics],
-        "by_part": [{key: metric.value for key, metric in each.items() if key.startswith(BY_PART)} for each in metrics],
+        "norms": [each.metrics["train/grad_norm"].value for each in updates],
+        "rates": [each.metrics["train/lr"].value for each in updates],
+        "by_part": [
+            {key: metric.value for key, metric in each.metrics.items() if key.startswith(BY_PART)} for each in updates
+        ],
     }
 
 

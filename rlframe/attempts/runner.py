@@ -44,7 +44,7 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """How busy engines and rewards were up to one moment."""
+    """The work of engines and rewards up to one moment."""
 
     now_s: float
     """Time of the runner's own clock."""
@@ -69,7 +69,7 @@ class News:
     events: Counter[str] = field(default_factory=Counter)
     """Number of each Trouble and each Event of attempts and their environments."""
     load: Load | None = None
-    """How busy engines and rewards were."""
+    """The work of engines and rewards so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

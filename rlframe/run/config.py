@@ -83,6 +83,7 @@ class RunConfig:
     """Settings of mode=self_test."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
+    """Settings of what a run says when something is wrong with it."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:

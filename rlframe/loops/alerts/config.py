@@ -29,7 +29,7 @@ from rlframe.loops.alerts.rules import (
     Truncated,
     TruncatedConfig,
 )
-from rlframe.utils.bounds import PathText
+from rlframe.utils.bounds import PathText, check_bounds
 from rlframe.utils.errors import SettingError
 
 NAME = re.compile(r"[a-z0-9_]+")
@@ -43,6 +43,9 @@ class OwnAlertConfig:
     """A class derived from rlframe.Alert: `path/to/file.py:Class` or `package.module:Class`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of the alert: the fields of its dataclass."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,8 +5,10 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, variance
+from statistics import median
 from typing import Annotated, ClassVar, TypeVar
+
+import numpy as np
 
 from rlframe.loops.alerts.base import Alert
 from rlframe.utils.bounds import Range, check_bounds
@@ -42,7 +44,7 @@ class NotFinite(Alert[NotFiniteConfig]):
 class LimitConfig:
     """Settings of an alert about a metric that stays beyond a limit."""
 
-    limit: Annotated[float, Range(-(10**9), 10**9)]
+    limit: Annotated[float, Range(-(10**9), 10**9)] = 0.0
     """Value beyond which it is too far."""
     steps: Steps = 10
     """Number of steps in a row for which it must be."""
@@ -214,8 +216,9 @@ class RewardFlat(Alert[RewardFlatConfig]):
         self._last.append(value)
         if len(self._last) < steps:
             return None
-        before, now = fmean(self._first), fmean(self._last)
-        error = math.sqrt((variance(self._first) + variance(self._last)) / steps)
+        first, last = np.array(self._first), np.array(self._last)
+        before, now = float(first.mean()), float(last.mean())
+        error = math.sqrt((first.var(ddof=1) + last.var(ddof=1)) / steps)
         if now > before and now - before >= self.config.errors * error:
             return None
         return (
@@ -229,7 +232,7 @@ class RewardFlat(Alert[RewardFlatConfig]):
 class ChangeConfig:
     """Settings of an alert about a metric that is far from what it was."""
 
-    factor: Annotated[float, Range(above=1, maximum=10**6)]
+    factor: Annotated[float, Range(above=1, maximum=10**6)] = 2.0
     """Factor between the median of the last steps and that of earlier ones."""
     steps: Steps = 10
     """Number of last steps."""

@@ -21,7 +21,7 @@ ROLLOUT = "rollout"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What a role computes a token with."""
+    """The devices of a role, and the operations of its model."""
 
     devices: int
     operations: Callable[[float], float]
@@ -76,7 +76,8 @@ class Throughput:
         return self._rates(ROLLOUT, shape, int(sampled.sum()), seconds, shape.operations(mean))
 
     def _rates(self, phase: str, shape: Shape, tokens: int, seconds: float, operations: float) -> dict[str, float]:
-        """
+        """Returns the metrics of a phase.
+
         Args:
             operations: of a token.
         """

@@ -71,14 +71,15 @@ class Norms:
         Args:
             num_steps: number t of steps that Adam has taken, this one included.
         """
-        changes = {part: [torch.zeros(())] for part in PARTS}
-        weights = {part: [torch.zeros(())] for part in PARTS}
+        changes: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+        weights: dict[str, list[Tensor]] = {part: [] for part in PARTS}
         for name, part, parameter, _, group in self._counted():
             tensors = moments.tensors_of(part, parameter)
-            changes[name].append(change_of(tensors, group, num_steps=num_steps).square().sum().cpu())
-            weights[name].append(tensors["param"].float().square().sum().cpu())
-        sums = [float(torch.stack(each[part]).double().sum()) for each in (changes, weights) for part in PARTS]
-        total = self._over_world(sums)
+            # On the parameter's device, wherever the optimizer keeps its state: nothing waits here.
+            change = change_of(tensors, group, num_steps=num_steps).square().sum()
+            changes[name].append(change.to(parameter.device))
+            weights[name].append(tensors["param"].float().square().sum().to(parameter.device))
+        total = self._over_world([sum_of(each[part]) for each in (changes, weights) for part in PARTS])
         changed, held = (dict(zip(PARTS, half, strict=True)) for half in (total[: len(PARTS)], total[len(PARTS) :]))
         ratios = {f"train/update_ratio_{part}": (changed[part] / held[part]) ** 0.5 for part in PARTS if held[part]}
         return {"train/update_ratio": (sum(changed.values()) / sum(held.values())) ** 0.5, **ratios}
@@ -101,15 +102,19 @@ class Norms:
 
 def squares_of(tensors: list[Tensor]) -> float:
     """Returns the sum of the squares of all elements."""
-    if not tensors:
-        return 0.0
-    return float(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).double().square().sum())
+    return sum_of([norm.square() for norm in torch._foreach_norm(tensors, 2, dtype=torch.float32)]) if tensors else 0.0
+
+
+def sum_of(numbers: list[Tensor]) -> float:
+    """Returns the sum of numbers on one device."""
+    return float(torch.stack(numbers).double().sum()) if numbers else 0.0
 
 
 def change_of(tensors: dict[str, Tensor], group: Any, *, num_steps: int) -> Tensor:
     """Returns what an AdamW step has added to the main weights; see `Norms.update`."""
     beta1, beta2 = group["betas"]
     rate, decay = group["lr"], group["weight_decay"]
-    scale = (tensors["exp_avg_sq"].float() / (1 - beta2**num_steps)).sqrt_().add_(group["eps"])
-    direction = tensors["exp_avg"].float() / (1 - beta1**num_steps) / scale
-    return direction.add_(tensors["param"].float(), alpha=decay).mul_(-rate / (1 - rate * decay))
+    weights = tensors["param"].float()
+    scale = (tensors["exp_avg_sq"].to(weights) / (1 - beta2**num_steps)).sqrt_().add_(group["eps"])
+    direction = tensors["exp_avg"].to(weights) / (1 - beta1**num_steps) / scale
+    return direction.add_(weights, alpha=decay).mul_(-rate / (1 - rate * decay))

@@ -47,8 +47,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     start(parts, models_trained, [rollout, apart] if apart else [rollout])
     weight_sync = synced(parts, policy, rollout)
     parts.start_up.done("weight sync")
-    rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
-    rollout.audit = weight_sync.audit_if_due
+    rollout.rejoin, rollout.restore, rollout.audit = weight_sync.rejoin, weight_sync.restore, weight_sync.audit_if_due
     metrics = parts.metrics()
     phase = parts.phases(metrics, sharing(parts, models_trained, rollout))
     scorer = models.scorer(parts, placement, phase)

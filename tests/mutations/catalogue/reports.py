@@ -38,8 +38,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "a gap is compared with the steps before",
-            "return values[first:], values[:first]",
-            "return super().split(values)",
+            "del values[first : max(first, len(values) - self.config.steps)]",
+            "del values[: -self.config.steps - first]",
         ),
         ("any rise is learning", "now - before >= self.config.errors * error", "now >= before"),
         ("faster is slow", "last * self.config.factor <= earlier", "last >= self.config.factor * earlier"),

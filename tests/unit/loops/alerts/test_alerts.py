@@ -111,7 +111,6 @@ def test_a_gap_that_grows_is_compared_with_the_runs_first_steps() -> None:
         f"{metric} is 0.04 (median of the last 3 steps) and was 0.01 before, beyond a factor of 3: trainer and engine"
     )
     slowly = [0.01 * 1.05**step for step in range(30)]
-    assert first(alert(), metric, slowly) == first(alert(), metric, slowly), "the same series, the same answer"
     assert first(alert(), metric, slowly) is not None, "a slow drift is seen too"
     assert first(alert(), metric, [1e-7, 1e-7, *[1e-3] * 20]) is None, "far below what bfloat16 does"
     assert first(alert(), metric, [0.01, 0.01, 0.01, 9.0, 0.01, 0.01, 9.0, 0.01, 0.01]) is None, "single steps"

@@ -30,7 +30,7 @@ class Counted(Sides, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a ladder may cost."""
+    """The limits of a ladder's cost."""
 
     engine_starts: int = 6
     """Greatest number of engine starts."""
@@ -52,7 +52,7 @@ class Step:
     found: str = ""
     """A sentence of the rung."""
     skipped: str = ""
-    """Why it was not climbed; empty if it was."""
+    """Reason why it was not climbed; empty if it was."""
     drawn_again: bool = False
     """Whether responses were drawn again, with the same seeds: the tokens are then partly others."""
     seconds: float = 0.0
@@ -60,7 +60,7 @@ class Step:
 
 @dataclass(kw_only=True, slots=True)
 class Climb:
-    """What a ladder has found so far."""
+    """The findings of a ladder so far."""
 
     first: Gap
     steps: list[Step] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Ladder:
 
     @property
     def reading(self) -> Reading:
-        """How the sides are read after the last rung."""
+        """The way in which the sides are read after the last rung."""
         return self._reading
 
     def _rows(self) -> Iterator[list[Rung]]:
@@ -155,7 +155,7 @@ class Ladder:
         return self._impossible(settings) if settings else ""
 
     def _row(self, row: Sequence[Rung]) -> Iterator[Step]:
-        """Climbs what `_rows` yields."""
+        """Yields the steps of a row of `_rows`."""
         refused = [rung.name for rung in row if self._refusals[rung.name]]
         yield from (Step(names=(name,), skipped=self._refusals[name]) for name in refused)
         applying = [rung for rung in row if rung.name not in refused]
@@ -165,7 +165,7 @@ class Ladder:
             yield from map(self._switched, applying)
 
     def _switched(self, rung: Rung) -> Step:
-        """Climbs a rung that starts nothing."""
+        """Returns the step of a rung that starts nothing."""
         began = time.monotonic()
         # A start that has failed leaves nothing running.
         self._sides.start(self._settings)
@@ -188,7 +188,7 @@ class Ladder:
         return self._share(self._climb.first, gap(*own.of(self._sides, self.sample)))
 
     def _started(self, row: list[Rung]) -> Iterator[Step]:
-        """Climbs rungs that start an engine: all at once, and one after the other if they explain something."""
+        """Yields the steps of rungs that start an engine: all at once, and one after the other if they explain much."""
         is_last = row[-1] is self._starting[-1]
         if why := self._too_dear(is_last=is_last):
             yield from (Step(names=(rung.name,), skipped=why) for rung in row)

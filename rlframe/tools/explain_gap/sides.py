@@ -1,4 +1,4 @@
-"""What a ladder asks of the two sides, and the sample that both of them score."""
+"""The two sides as a ladder sees them, and the sample that both of them score."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

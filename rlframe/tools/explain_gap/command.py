@@ -93,7 +93,7 @@ def explain(
             tell=tell,
         )
         climb = ladder.climb()
-        remains = describe(ladder.sample, *ladder.reading.of(sides, ladder.sample))
+        remains = describe(ladder.sample, ladder.engine_nats, ladder.trainer_nats)
         write(climb, rest_says=remains)
     for line in (*table(climb), *remains, "", *remedies(climb, chosen), f"written to {output}"):
         print(printable(line))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from rlframe.tools.explain_gap.gap import Gap, gap
 from rlframe.tools.explain_gap.rung import Reading, Rung, Subject
 from rlframe.tools.explain_gap.sides import Sample, Sides
@@ -102,6 +104,8 @@ class Ladder:
         self._settings: dict[str, Any] = {}
         self._start = self._reading = Reading(temperature=subject.run.rollout.temperature)
         self._sample: Sample | None = None
+        self.engine_nats = self.trainer_nats = np.zeros(0, dtype=np.float32)
+        """The two sides of the last measurement, by token of `sample`."""
         self._refusals = {rung.name: self._refusal(rung) for rung in rungs}
         self._starting = [rung for rung in rungs if not self._refusals[rung.name] and rung.settings(subject)]
         """The rungs that start an engine."""
@@ -125,11 +129,6 @@ class Ladder:
         """The responses that are compared now."""
         assert self._sample is not None
         return self._sample
-
-    @property
-    def reading(self) -> Reading:
-        """The way in which the sides are read after the last rung."""
-        return self._reading
 
     def _rows(self) -> Iterator[list[Rung]]:
         """Yields neighbouring rungs that can be started together, and each other rung by itself."""
@@ -233,7 +232,9 @@ class Ladder:
         return ""
 
     def _measure(self) -> Gap:
-        return gap(*self._reading.of(self._sides, self.sample))
+        nats = self._reading.of(self._sides, self.sample)
+        self.engine_nats, self.trainer_nats = nats
+        return gap(*nats)
 
     def _share(self, before: Gap, after: Gap) -> float:
         first = self._climb.first.mean_nats

@@ -15,6 +15,7 @@ from rlframe.tools.explain_gap import main
 from rlframe.tools.explain_gap.answer import facts, remedies, table
 from rlframe.tools.explain_gap.gap import gap
 from rlframe.tools.explain_gap.ladder import Climb, Ladder, Limits
+from rlframe.tools.explain_gap.rest import describe
 from rlframe.tools.explain_gap.rung import Rung, Subject
 from rlframe.tools.explain_gap.rungs import rungs
 from rlframe.tools.explain_gap.settings import changed
@@ -143,6 +144,18 @@ def test_a_start_that_fails_is_told_and_the_ladder_goes_on(subject: Subject) -> 
     found = Ladder(sides, subject, chosen).climb()
     assert found.steps[0].skipped == "failed: rollout-0 died"
     assert explained(found) == {"last": 0.4}
+
+
+def test_what_remains_is_of_the_last_measurement_even_if_nothing_runs_any_more(subject: Subject) -> None:
+    sides = Sides({"last": 0.04, "rest": 0.06}, dies_with="last")
+    ladder = Ladder(sides, subject, [Setting("last")])
+    assert ladder.climb().rest.mean_nats == pytest.approx(0.1)
+    assert np.allclose(ladder.engine_nats - ladder.trainer_nats, 0.1)
+    assert describe(ladder.sample, ladder.engine_nats, ladder.trainer_nats) == [
+        "rank correlation of the sides 1.000: points at what is done with the logits (a softcap, a scale, a bias, a "
+        "processor), or rounding",
+        "mean by quarter of the response: 0.1, 0.1, 0.1, 0.1 nats",
+    ]
 
 
 def test_the_engines_sampling_and_its_prefill_are_told_apart(subject: Subject) -> None:

@@ -24,6 +24,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Scored
 from rlframe.utils.errors import WorkerDied
 
+pytestmark = pytest.mark.later
 TOKENS = np.linspace(-3.0, -0.5, 40).astype(np.float32)
 
 
@@ -206,7 +207,12 @@ def test_settings_are_changed_by_dotted_key_in_a_copy() -> None:
         (["--config-name", "grpo_qwen3_moe", "--skip", "float23"], "did you mean float32?"),
         (["--config-name", "grpo_qwen3_moe", "checkpoint.start_from=x"], "checkpoint.start_from must be null, got x"),
         (["--config-name", "grpo_qwen3_moe", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
-        (["--config-name", "grpo_qwen3_moe", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        pytest.param(
+            # After everything that the configuration says, the recipe's own data included.
+            ["--config-name", "grpo_qwen3_moe", "--prompts", "nowhere.jsonl"],
+            "nowhere.jsonl",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_what_cannot_be_explained_is_refused_before_anything_starts(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from rlframe.cluster.profiling.config import ProfileConfig
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
@@ -161,6 +162,23 @@ class RolloutConfig:
             cuda: whether engines run on CUDA.
         """
         yield Fault("rollout.name", "does not return routed experts", got=self.name, stated=True)
+
+    def profile_faults(self, profile: ProfileConfig) -> Iterator[Fault]:  # noqa: ARG002 - for subclasses
+        """Yields a fault for every reason why the profiler cannot record engines with these settings.
+
+        Subclasses override it if their engine has a profiler of its own.
+        """
+        yield from ()
+
+    def profiled(self, profile: ProfileConfig, folder: str) -> "RolloutConfig":  # noqa: ARG002 - for subclasses
+        """Returns the settings of an engine that is to be profiled.
+
+        Subclasses override it if their engine must know so from the start.
+
+        Args:
+            folder: folder of this engine's own files.
+        """
+        return self
 
     def exact_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """Yields a fault for every reason why engines with these settings cannot do `logprobs=exact`.

@@ -7,6 +7,7 @@ from typing import Any
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.config import Device
 from rlframe.run.check import (
+    alerts,
     batch,
     cluster,
     critic,
@@ -19,6 +20,7 @@ from rlframe.run.check import (
     memory,
     model,
     modes,
+    profile,
     replay,
     reward,
     routes,
@@ -222,6 +224,7 @@ TOPICS = {
     check_data: {"data", "seed"},
     data.curriculum_faults: {"data", "reward", "judge", "steps", "algorithm"},
     devices.packages: {"rollout", "logging", "cluster"},
+    alerts.faults: {"alerts", "algorithm"},
     batch.optimizer: {"train"},
     model.lora: {"model", "train"},
     check_training: {"model", "train", "cluster", "algorithm"},
@@ -248,6 +251,9 @@ TOPICS = {
     modes.mode: {"mode", "data", "evaluation", "algorithm", "rollout", "checkpoint"},
     modes.sets: {"mode", "data", "evaluation", "reward", "rollout", "model", "algorithm"},
     modes.prompts: {"mode", "data", "seed", "model"},
+    profile.processes: profile.SECTIONS,
+    profile.device: {"profile", "cluster"},
+    profile.nsys: {"profile", "output"},
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
@@ -262,6 +268,7 @@ OF_THIS_MACHINE = frozenset(
         data.curriculum_faults,
         check_reward,
         memory.faults,
+        profile.nsys,
     }
 )
 """Topics about weights, data, packages and devices, which a machine that only plans need not have."""
@@ -300,6 +307,7 @@ WITHOUT_TRAINING = frozenset(
         modes.mode,
         modes.sets,
         modes.prompts,
+        profile.processes,
         effect.GENERATION.faults,
         effect.SELF_TEST.faults,
     }
@@ -311,6 +319,7 @@ OF_DEVICE = (
     check_routes,
     check_exact,
     check_critic,
+    profile.device,
     *(need.faults for need in effect.NEEDS if "cluster" in need.beside),
 )
 """Topics that depend on the device, which `auto` on a joined cluster leaves open until then."""

@@ -33,6 +33,7 @@ from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.run.compose.parts import Parts
+from rlframe.run.compose.profiling import engine_profile
 from rlframe.run.roles import teacher_engine
 from rlframe.run.teacher import TeacherPlacement
 from rlframe.weight_sync.frozen import FrozenProof
@@ -256,8 +257,9 @@ def evaluation_engines(parts: Parts, placement: Placement) -> EvaluationEngines 
 def _engines(parts: Parts, placement: Placement, group: type[Group], slots: list[Allocation]) -> Group:
     """Returns engines of the policy on some of their slots."""
     config = parts.config
+    setup = engine_setup(parts, config.rollout, config.model, with_routes=config.train.moe.router_replay)
     return group(
-        engine_setup(parts, config.rollout, config.model, with_routes=config.train.moe.router_replay),
+        replace(setup, profile=engine_profile(parts) if group is RolloutGroup else None),
         slots=slots,
         num_threads=parts.threads(len(placement.engines)),
         **parts.limits(),

@@ -25,7 +25,7 @@ class Sample:
     prompt_tokens: list[int]
     """Number of tokens of each prompt."""
     logprobs: Nats
-    """Of the response tokens, at the temperature of sampling."""
+    """Nats of the response tokens, at the temperature of sampling."""
     routes: Routes | None
 
     @classmethod

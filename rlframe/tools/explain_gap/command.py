@@ -38,7 +38,7 @@ engine, which is started again for causes that are its settings. Nothing is trai
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Explains the gap of the run on the command line. Returns the exit status."""
+    """Prints what explains the gap of the run on the command line. Returns the exit status."""
     began = time.monotonic()
     options = parser().parse_intermixed_args(arguments)
     try:
@@ -65,7 +65,7 @@ def explain(
     output: Path,
     began: float,
 ) -> None:
-    """Climbs the ladder, prints the answer and writes it, after each rung."""
+    """Measures rung by rung, writes the answer after each, and prints it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     command: dict[str, Any] = {"config_name": options.config_name, "overrides": options.overrides}
 
@@ -93,7 +93,7 @@ def explain(
             tell=tell,
         )
         climb = ladder.climb()
-        remains = describe(ladder.sample, *ladder.reading.of(sides, ladder.sample))
+        remains = describe(ladder.sample, ladder.engine_nats, ladder.trainer_nats)
         write(climb, rest_says=remains)
     for line in (*table(climb), *remains, "", *remedies(climb, chosen), f"written to {output}"):
         print(printable(line))

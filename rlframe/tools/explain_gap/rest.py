@@ -1,4 +1,4 @@
-"""What the tokens say of a gap that no rung explains."""
+"""Describes by its tokens a gap that no rung explains."""
 
 import numpy as np
 

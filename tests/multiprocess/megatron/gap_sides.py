@@ -135,4 +135,4 @@ def climb(sides: LocalSides, folder: Path) -> tuple[Climb, list[str]]:
     subject = Subject(run=run, architecture=architecture, device=Device.CPU, replays=True)
     ladder = Ladder(sides, subject, rungs())
     found = ladder.climb()
-    return found, describe(ladder.sample, *ladder.reading.of(sides, ladder.sample))
+    return found, describe(ladder.sample, ladder.engine_nats, ladder.trainer_nats)

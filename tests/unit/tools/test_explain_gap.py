@@ -15,6 +15,7 @@ from rlframe.tools.explain_gap import main
 from rlframe.tools.explain_gap.answer import facts, remedies, table
 from rlframe.tools.explain_gap.gap import gap
 from rlframe.tools.explain_gap.ladder import Climb, Ladder, Limits
+from rlframe.tools.explain_gap.rest import describe
 from rlframe.tools.explain_gap.rung import Rung, Subject
 from rlframe.tools.explain_gap.rungs import rungs
 from rlframe.tools.explain_gap.settings import changed
@@ -23,6 +24,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Scored
 from rlframe.utils.errors import WorkerDied
 
+pytestmark = pytest.mark.later
 TOKENS = np.linspace(-3.0, -0.5, 40).astype(np.float32)
 
 
@@ -145,6 +147,18 @@ def test_a_start_that_fails_is_told_and_the_ladder_goes_on(subject: Subject) -> 
     assert explained(found) == {"last": 0.4}
 
 
+def test_what_remains_is_of_the_last_measurement_even_if_nothing_runs_any_more(subject: Subject) -> None:
+    sides = Sides({"last": 0.04, "rest": 0.06}, dies_with="last")
+    ladder = Ladder(sides, subject, [Setting("last")])
+    assert ladder.climb().rest.mean_nats == pytest.approx(0.1)
+    assert np.allclose(ladder.engine_nats - ladder.trainer_nats, 0.1)
+    assert describe(ladder.sample, ladder.engine_nats, ladder.trainer_nats) == [
+        "rank correlation of the sides 1.000: points at what is done with the logits (a softcap, a scale, a bias, a "
+        "processor), or rounding",
+        "mean by quarter of the response: 0.1, 0.1, 0.1, 0.1 nats",
+    ]
+
+
 def test_the_engines_sampling_and_its_prefill_are_told_apart(subject: Subject) -> None:
     sides = Sides({"rest": 0.02}, sampling=0.08)
     chosen = [rung for rung in rungs() if rung.name in ("routing", "prefill", "batch")]
@@ -193,7 +207,12 @@ def test_settings_are_changed_by_dotted_key_in_a_copy() -> None:
         (["--config-name", "grpo_qwen3_moe", "--skip", "float23"], "did you mean float32?"),
         (["--config-name", "grpo_qwen3_moe", "checkpoint.start_from=x"], "checkpoint.start_from must be null, got x"),
         (["--config-name", "grpo_qwen3_moe", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
-        (["--config-name", "grpo_qwen3_moe", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        pytest.param(
+            # After everything that the configuration says, the recipe's own data included.
+            ["--config-name", "grpo_qwen3_moe", "--prompts", "nowhere.jsonl"],
+            "nowhere.jsonl",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_what_cannot_be_explained_is_refused_before_anything_starts(

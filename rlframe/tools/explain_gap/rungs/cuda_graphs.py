@@ -28,7 +28,9 @@ class CudaGraphs(Rung):
 
     def settings(self, subject: Subject) -> Mapping[str, Any]:
         """See Rung."""
-        return {"rollout.enforce_eager": True}
+        # Without compilation there is nothing left that rollout.compile could turn off.
+        compiled = {"rollout.compile": True} if hasattr(subject.run.rollout, "compile") else {}
+        return {"rollout.enforce_eager": True} | compiled
 
 
 RUNG = CudaGraphs()

@@ -1,4 +1,4 @@
-"""Attempts in this process: the real runner on engines and rewards that are functions."""
+"""Attempts in this process: the real runner on engines and rewards that are functions, in simulated time."""
 
 import asyncio
 from collections import Counter
@@ -13,6 +13,7 @@ from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.runner import Ended, Runner, State
 from rlframe.attempts.turns import Sides, Task
 from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout, SamplingParams, members
+from tests.unit.attempts.simulated.clock import FOR_EVER_S, SimulatedLoop
 
 
 class Observing:
@@ -60,7 +61,7 @@ class LocalAttempts(Attempts):
         self._aside: dict[str, Ended] = {}
         self.num_restarts = 0
         self._paused = False
-        self._loop = asyncio.new_event_loop()
+        self._loop = SimulatedLoop(limit_s=FOR_EVER_S)
         sampling = SamplingParams(max_tokens=4)
         self.rollout: Any = SimpleNamespace(
             role="rollout",
@@ -137,6 +138,11 @@ class LocalAttempts(Attempts):
     def score(self, groups: list[Group]) -> None:
         for rollout in members(groups):
             self._score(rollout)
+
+    @property
+    def now_s(self) -> float:
+        """The simulated time."""
+        return self._loop.time()
 
     def state(self) -> State:
         return self.runner.state()

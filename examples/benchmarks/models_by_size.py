@@ -29,6 +29,16 @@ QWEN3_MOE = QWEN3 | {
     "tie_word_embeddings": False,
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_1p7b": QWEN3
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
     "qwen3_4b": QWEN3
     | {
         "hidden_size": 2560,

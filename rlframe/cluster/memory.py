@@ -1,8 +1,12 @@
-"""Recognises in a worker that memory has run out, and says what its device held."""
+"""The memory that a worker uses; recognises that it has run out, and says what its device held."""
 
 import pathlib
 import sys
 import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
 
 from rlframe.utils.errors import OutOfMemory, RlframeError
 
@@ -21,6 +25,33 @@ SIGNS = (
 STARTS = "start"
 TAIL_BYTES = 1 << 16
 """Bytes at the end of the log in which an engine's own words are looked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryInUse:
+    """The memory that a process uses at one moment."""
+
+    host_bytes: int
+    """Bytes of its own, without what it shares with others."""
+    device_bytes: int
+    """Bytes of its tensors on its GPU. 0 on a CPU. Those of its children are not known."""
+
+
+def in_use(*, with_children: bool) -> MemoryInUse:
+    """Returns the memory that this process uses.
+
+    Args:
+        with_children: whether to add the host memory of the processes that it has started.
+    """
+    process, host = psutil.Process(), 0
+    for each in (process, *(process.children(recursive=True) if with_children else [])):
+        with suppress(psutil.NoSuchProcess):
+            held = each.memory_info()
+            host += held.rss - getattr(held, "shared", 0)
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return MemoryInUse(host_bytes=host, device_bytes=0)
+    return MemoryInUse(host_bytes=host, device_bytes=torch.cuda.memory_allocated())
 
 
 def named(error: Exception, *, role: str, rank: int, call: str, log: pathlib.Path, begin: int) -> Exception:
@@ -64,10 +95,12 @@ def sign_in(log: pathlib.Path, begin: int) -> str:
 
 
 def held_here() -> tuple[str, int, str]:
-    """Returns the name and the bytes of this process's device, and what it held, in words. Empty on a CPU."""
+    """Returns the name and the bytes of this process's device, and what it held, in words. Empty on a CPU; a name alone
+    if only the engine's own processes use the device."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return "", 0, ""
+        # Counting initialises nothing: it would take memory where none is left.
+        return ("its device" if torch is not None and torch.cuda.device_count() else ""), 0, ""
     free, size = torch.cuda.mem_get_info()
     held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     words = (

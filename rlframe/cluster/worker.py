@@ -88,6 +88,10 @@ class Worker:
         if ray.is_initialized():
             use_address(ray.util.get_node_ip_address())
 
+    def memory(self) -> memory.MemoryInUse:
+        """Returns the memory that this process and its children use."""
+        return memory.in_use(with_children=True)
+
     def info(self) -> WorkerInfo:
         """Returns the location of this worker. It is the group's first call, which also waits for the constructor."""
         import ray  # noqa: PLC0415 - a worker made without Ray (tests) does not need it

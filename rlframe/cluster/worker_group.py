@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, RuntimeEnvSetupError
 
 from rlframe.cluster.info import WorkerInfo
+from rlframe.cluster.memory import MemoryInUse
 from rlframe.cluster.nodes import died, gone
 from rlframe.cluster.placement import Allocation, DriverNode
 from rlframe.cluster.watch.activities import Activity, waiting
@@ -123,6 +124,10 @@ class WorkerGroup(Generic[W_co]):
     ) -> "list[ray.ObjectRef[T]]":
         """Starts a method of the actors of `ranks`, or of all if that is None. `wait` returns the answers."""
         return [self.ask(rank, method, *arguments) for rank in (range(len(self.actors)) if ranks is None else ranks)]
+
+    def memory(self) -> list[MemoryInUse]:
+        """Returns the memory that each actor and its children use."""
+        return self.wait([actor.memory.remote() for actor in self.actors], doing="memory in use")
 
     def replace(self, rank: int) -> None:
         """Replaces an actor that died or is unusable by a new one. Its real work starts with its first call.

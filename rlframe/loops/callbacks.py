@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlframe.loops.stop import Stop
+
+if TYPE_CHECKING:
+    from rlframe.types.batch import Sequences
+    from rlframe.types.rollout import Rollout
 
 ASKED = "stopped by a callback"
 
@@ -26,6 +30,10 @@ class Callback:
 
     def on_start(self, config: Any) -> None:
         """Receives the RunConfig, once, when all processes are there and before the first step."""
+
+    def on_batch(self, step: int, rollouts: "Sequence[Rollout]", batch: "Sequences") -> None:
+        """Receives the batch of a step before the policy trains on it, and the rollouts in it. Offline there are
+        none. Neither must be changed."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Receives what metrics.jsonl has of a step, after it."""
@@ -64,6 +72,10 @@ class Callbacks:
         if not self._started:
             self._call("on_start", config)
         self._started = True
+
+    def on_batch(self, step: int, rollouts: "Sequence[Rollout]", batch: "Sequences") -> None:
+        """Calls each on_batch."""
+        self._call("on_batch", step, rollouts, batch)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Calls each on_step."""

@@ -49,6 +49,7 @@ class OfflineLoop(Loop):
             batch = self.examples.batch(self.examples.next(self.prompts_per_step))  # [T]
         with self.phase("prepare", on=self.policy):
             batch = self.prepared(batch)
+        self.metrics.callbacks.on_batch(step, (), batch)
         with self.phase("train", on=self.policy):
             result = self.policy.train(batch)
         times = self.phase.step_times()

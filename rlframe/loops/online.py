@@ -22,6 +22,7 @@ from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
 from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.reporting.samples import Chosen
 from rlframe.loops.reporting.trackers.base import EVALUATED
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.loops.sampling.source import GroupSource
@@ -30,7 +31,7 @@ from rlframe.loops.schedule import Event
 from rlframe.megatron.driver.policy import CriticGroup, ModelGroup
 from rlframe.ops.packing import pack
 from rlframe.rollout.fleet.group import RolloutGroup
-from rlframe.types.batch import Batch
+from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import Output
 from rlframe.types.rollout import Group, members
 from rlframe.weight_sync.channel import WeightSync
@@ -79,7 +80,7 @@ class RolloutLoop(Loop):
             with self.phase("critic", on=self.critic):
                 metrics |= self.critic.train(batch).metrics
         train_batch = self.algorithm.train_batch(batch)  # [T]
-        samples = self.metrics.choose_samples(step, members(groups), train_batch)
+        samples = self.samples(step, groups, train_batch)
         if step > self.algorithm.critic_warmup_steps:
             with self.phase("train", on=self.policy):
                 trained = self.policy.train(samples.marked(train_batch))
@@ -93,6 +94,12 @@ class RolloutLoop(Loop):
         self.metrics.log_samples(samples)
         counts = self.advantage_stats.of(step, train_batch)
         self.metrics.log(step, self.describe(groups, synced) | metrics | counts)
+
+    def samples(self, step: int, groups: list[Group], batch: TrainBatch) -> Chosen:
+        """Returns the rollouts that the run keeps of a step. Callbacks see the batch first."""
+        rollouts = members(groups)
+        self.metrics.callbacks.on_batch(step, rollouts, batch)
+        return self.metrics.choose_samples(step, rollouts, batch)
 
     def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
         """Returns metrics of the rollouts, of the models and of the step's time.

@@ -11,6 +11,7 @@ from rlframe.cluster.config import ClusterConfig
 from rlframe.data.config import DataConfig
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.loops.config import CheckpointConfig, EvaluationConfig, GenerationConfig, LoggingConfig, LoopConfig
+from rlframe.loops.self_test.config import SelfTestConfig
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.rewards.config import JUDGE_PART, RewardConfig
@@ -30,6 +31,8 @@ class Mode(StrEnum):
     """Evaluates model.path as training would, and does not train. Settings of training are not used."""
     GENERATE = "generate"
     """Writes responses of model.path to the prompts of data.path. Settings of training are not used."""
+    SELF_TEST = "self_test"
+    """Runs a few steps at learning rate 0, which must change nothing, and checks that they do not."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,7 +43,7 @@ class RunConfig:
     """Name of the run. The default is that of its config file."""
     output: Annotated[str, PathText()]
     """Folder of all files of the run. The same folder and configuration resume the run. The files of the other modes
-    are in its folders `evaluate` and `generate`."""
+    are in its folders `evaluate`, `generate` and `self_test`."""
     mode: Mode = Mode.TRAIN
     """Thing to do with the configuration."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
@@ -74,6 +77,8 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Settings of mode=generate."""
+    self_test: SelfTestConfig = field(default_factory=SelfTestConfig)
+    """Settings of mode=self_test."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
@@ -91,7 +96,7 @@ class RunConfig:
         Args:
             online: whether the algorithm trains on what engines sample.
         """
-        return self.mode is Mode.TRAIN or (self.mode is Mode.EVALUATE and not online)
+        return self.mode in (Mode.TRAIN, Mode.SELF_TEST) or (self.mode is Mode.EVALUATE and not online)
 
     @property
     def facts(self) -> RunFacts:

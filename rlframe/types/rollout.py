@@ -143,6 +143,17 @@ class Completion(ByValue):
         return spans_of(self.versions)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scored(ByValue):
+    """An engine's answer about one given sequence."""
+
+    logprobs: list[float]
+    """Nats of each token but the first, given the tokens before it, under log_softmax(logits)."""
+    routes: Shaped[np.ndarray, "rows layers k"] | None = None
+    """[L - 1, layers, k] experts chosen in the same pass, as in `Completion.routes`. None if the engine does not return
+    those of given tokens, or was not started to."""
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Rollout(ByValue):
     """One finished sequence to train on. Multi-turn attempts are one Rollout too: observation tokens have mask False.

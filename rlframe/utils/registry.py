@@ -11,7 +11,7 @@ from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
 from rlframe.utils.outside import is_outside, load_class, settings_of
 
-EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|SOURCE) = ", re.MULTILINE)
+EXTENSION = re.compile(r"^(COMPONENT, CONFIG|FAMILY|TRANSPORT|SOURCE|CHECK) = ", re.MULTILINE)
 
 BASES = {
     "rlframe.algorithms": "rlframe.algorithms.base:Algorithm",
@@ -19,6 +19,7 @@ BASES = {
     "rlframe.environments.tools": "rlframe.environments.tools.base:Tool",
     "rlframe.rewards": "rlframe.rewards.base:Reward",
     "rlframe.rollout": "rlframe.rollout.base.engine:RolloutEngine",
+    "rlframe.loops.self_test.checks": "rlframe.loops.self_test.finding:Check",
     "rlframe.models.families": "rlframe.models.families.base:Family",
     "rlframe.weight_sync.transports": "rlframe.weight_sync.transports.base:Transport",
 }
@@ -30,9 +31,9 @@ def names(package: str) -> list[str]:
     """Returns the names that a config may use for `package`, sorted: those of its files that are extensions.
 
     A file is an extension if it ends with `COMPONENT, CONFIG = TheClass, TheConfig`, or, in the folders of model
-    families, of transports and of kinds of data, with `FAMILY = TheFamily()`, `TRANSPORT = TheTransport` and `SOURCE =
-    TheSource`. A folder counts as its `__init__.py`. Files are read, not imported, because an engine may need packages
-    that are not installed.
+    families, of transports, of kinds of data and of checks, with `FAMILY = TheFamily()`, `TRANSPORT = TheTransport`,
+    `SOURCE = TheSource` and `CHECK = TheCheck`. A folder counts as its `__init__.py`. Files are read, not imported,
+    because an engine may need packages that are not installed.
     """
     found = importlib.util.find_spec(package)
     assert found and found.submodule_search_locations, f"{package} is a folder"

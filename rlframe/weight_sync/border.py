@@ -163,6 +163,11 @@ class DestinationRank(Protocol):
         is for engines that take reloads, whose loader decides about their parameters."""
         ...
 
+    def disturb(self) -> str:
+        """Changes one bit of this rank's weights until the next sync, so that proofs can be tested. Returns the name of
+        the tensor."""
+        ...
+
     def clear_padding(self) -> None:
         """Zeroes the padding that no tensor fills."""
         ...

@@ -198,6 +198,18 @@ class WeightSync:
             total_s=end - start,
         )
 
+    def overwrite(self, version: int) -> None:
+        """Sends the trainer's weights to every engine as `version`, whatever the engines hold, and proves them. Unlike
+        `publish` it needs no calibration, so it may follow one that has failed.
+
+        Raises:
+            WeightSyncFailed: an engine does not hold what was sent.
+        """
+        self._deliver(version)
+        self._destinations.commit(version)
+        self._version = version
+        self._keep()
+
     def restore(self) -> None:
         """Sends the present version to every engine again, after a deep sleep has dropped its memory, and proves it.
 

@@ -231,6 +231,19 @@ class WeightDestination(DestinationRank):
         shares = DigestPlan(layout, held, units=common_units([layout])).shares()
         return dict(zip(held, shares.tolist(), strict=True))
 
+    @torch.no_grad()
+    def disturb(self) -> str:
+        """Changes one bit of this rank's weights until the next sync, so that proofs can be tested. Returns the name of
+        the tensor."""
+        if self.layout is not None:
+            name, boxes = next(iter(self.layout.boxes.items()))
+            element = boxes[0].view(self._parameters)[:1, :1]
+        else:
+            name, value = next((name, value) for name, value in self._parameters.items() if value.dtype in BITS)
+            element = value.view(-1)[:1]
+        element.view(torch.uint8).bitwise_xor_(1)
+        return name
+
     def clear_padding(self) -> None:
         """Zeroes the padding that no tensor fills."""
         if self.layout is not None:

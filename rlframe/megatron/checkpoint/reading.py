@@ -1,9 +1,10 @@
 """Reads Megatron's distributed checkpoints without unpickling anything.
 
-Megatron 0.16.1's own backend reads `.metadata` with pickle, objects beside tensors with `weights_only=False`, and
-`common.pt`, which is not needed here. So `dist_checkpointing.load` gets strategies, its extension point, from this
-file. They read through `torch.distributed.checkpoint.load`, with a storage reader that treats `.metadata` as data and a
-planner that accepts only plain values as objects. torch reads tensors with `weights_only=True`.
+Megatron's own `dist_checkpointing.load` reads `.metadata` with pickle (0.16 and 0.19), objects beside tensors with
+`weights_only=False` (0.16), and `common.pt`, which is not needed here. So this file reads through
+`torch.distributed.checkpoint.load`, with a storage reader that treats `.metadata` as data and a planner that accepts
+only plain values as objects. torch reads tensors with `weights_only=True`. Megatron prepares what is read and checks
+that all ranks together request whole tensors.
 """
 
 import json
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint.metadata import Metadata
 
 from rlframe.megatron.checkpoint.metadata import read_metadata
@@ -44,20 +47,24 @@ class Reader(dcp.FileSystemReader):
 
 
 def load(state: dict[str, Any], reader: Reader, *, whole: bool) -> dict[str, Any]:
-    """Returns `state` with the checkpoint's values; see `dist_checkpointing.load`. All ranks must call it.
+    """Returns `state` with the checkpoint's values, each read into its own tensor. All ranks must call it.
 
     Args:
         whole: whether all ranks together request whole tensors, which is checked.
     """
-    loaded = dist_checkpointing.load(
-        state,
-        str(reader.path),
-        sharded_strategy=_Pieces(reader),
-        common_strategy=_NothingInCommon(),
-        validate_access_integrity=whole,
-    )
-    assert isinstance(loaded, dict), "other forms are returned on request only"
-    return loaded
+    wanted, not_stored, factories = load_preprocess(state)
+    pieces, _ = extract_sharded_base(wanted)
+    if whole:
+        validate_sharding_integrity(determine_global_metadata(pieces)[1])
+    # The planner holds what is read into; torch needs nothing beside it.
+    planner = LoadPieces(nested_values(pieces))
+    dcp.load({}, storage_reader=reader, planner=planner)
+
+    def value_of(piece: Piece) -> Any:
+        return piece.data if isinstance(piece, ShardedTensor) else planner.loaded[piece.unique_key]
+
+    loaded = merge(not_stored, dict_list_map_outplace(value_of, pieces))
+    return apply_factory_merges(loaded, factories)
 
 
 def require_backend(folder: Path) -> None:
@@ -69,49 +76,3 @@ def require_backend(folder: Path) -> None:
         raise CheckpointError(f"{path} is not what Megatron writes beside a distributed checkpoint: {error}") from error
     if backend != BACKEND:
         raise CheckpointError(f"{path} must name sharded_backend {BACKEND!r}, got {backend!r:.80}")
-
-
-class _EveryVersion:
-    """Accepts any format, because `require_backend` has checked it."""
-
-    def check_backend_compatibility(self, loaded_backend: Any) -> None:
-        """Accepts every format."""
-
-    def check_version_compatibility(self, loaded_version: Any) -> None:
-        """Accepts every version."""
-
-
-class _Pieces(_EveryVersion, LoadShardedStrategy):
-    """Reads tensors and objects."""
-
-    can_handle_sharded_objects = True
-
-    def __init__(self, reader: Reader):
-        self._reader = reader
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Reads every piece into its own tensor. Returns the tensors and objects in place of the pieces."""
-        planner = LoadPieces(nested_values(sharded_state_dict))
-        # The planner holds what is read into; torch needs nothing beside it.
-        dcp.load({}, storage_reader=self._reader, planner=planner)
-
-        def value_of(piece: Piece) -> Any:
-            return piece.data if isinstance(piece, ShardedTensor) else planner.loaded[piece.unique_key]
-
-        return dict_list_map_outplace(value_of, sharded_state_dict)
-
-    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
-        """Raises an error, because nothing calls it: `Reader.names` lists the contents of a checkpoint."""
-        raise AssertionError("nothing here asks for it")
-
-
-class _NothingInCommon(_EveryVersion, LoadCommonStrategy):
-    """Leaves `common.pt` unread, because the run's state has everything that is not a tensor."""
-
-    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """Returns nothing."""
-        return {}
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Raises an error, because nothing calls it: the format keeps objects with the tensors."""
-        raise AssertionError("torch_dist handles objects itself")

@@ -19,16 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
     is_main_replica,
 )
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -250,43 +249,36 @@ def own_head(weights: dict[str, Any]) -> None:
             weights[name] = LocalNonpersistentObject(value.data)
 
 
-class Plan(SaveShardedStrategy):
-    """Plans a save up to the point where files are written: asks all ranks for their pieces, after Megatron has checked
-    that these make up each whole tensor exactly once, and keeps this rank's in `staged`."""
-
-    can_handle_sharded_objects = True
-
-    def __init__(self) -> None:
-        super().__init__(reading.BACKEND, 1)
-        self.staged: Staged | None = None
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Asks all ranks for their pieces, as the class describes."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        # Of the copies of a piece on several ranks, one.
-        mine = [piece for piece in nested_values(sharded_state_dict) if is_main_replica(piece.replica_id)]
-        planner = SavePieces(mine)
-        planner.set_up_planner({}, is_coordinator=rank == 0)
-        local, metadata = planner.create_local_plan(), None
-        gathered: list[Any] | None = [None] * world if rank == 0 else None
-        dist.gather_object(local, gathered)
-        if gathered is not None:
-            _, metadata = planner.create_global_plan(gathered)
-        items = [(item, planner.resolve_data(item)) for item in planner.finish_plan(local).items]
-        self.staged = Staged(folder=Path(checkpoint_dir), rank=rank, items=items, metadata=metadata)
-
-
 def plan(state: dict[str, Any], folder: Path) -> Staged:
-    """Returns this rank's pieces of `state`, still in the live tensors. All ranks must call it together."""
-    strategy = Plan()
+    """Returns this rank's pieces of `state`, still in the live tensors, after Megatron has checked that the pieces of
+    all ranks make up each whole tensor exactly once. All ranks must call it together."""
+    pieces, _ = save_preprocess(state)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        write_small_files(folder)
+    # Of the copies of a piece on several ranks, one.
+    mine = [piece for piece in nested_values(pieces) if is_main_replica(piece.replica_id)]
+    planner = SavePieces(mine)
+    planner.set_up_planner({}, is_coordinator=rank == 0)
+    local, metadata = planner.create_local_plan(), None
+    gathered: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(local, gathered)
+    if gathered is not None:
+        _, metadata = planner.create_global_plan(gathered)
+    items = [(item, planner.resolve_data(item)) for item in planner.finish_plan(local).items]
+    return Staged(folder=folder, rank=rank, items=items, metadata=metadata)
+
+
+def write_small_files(folder: Path) -> None:
+    """Writes what makes Megatron take `folder` for a checkpoint: the name of the format, and METADATA in `common.pt`,
+    where 0.16 expects it and 0.19 still finds it."""
     try:
         with writing(folder):
-            dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=dict(METADATA))
+            torch.save({"content_metadata": METADATA}, folder / "common.pt")
+            save_config(CheckpointingConfig(sharded_backend=reading.BACKEND), str(folder))
     except RuntimeError:
         # Of a full disk torch says "unexpected pos 704 vs 598". The system says it plainly when it is asked again.
         room = folder / "room"
         write_whole(room, bytes(ROOM_BYTES))
         room.unlink()
         raise
-    assert strategy.staged is not None
-    return strategy.staged

@@ -132,6 +132,11 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         calls = self.workers.ask_all(TrainerRank.fingerprint)
         return hashlib.sha256("".join(self.workers.wait(calls, doing="digest of the weights")).encode()).hexdigest()
 
+    def negate(self) -> None:
+        """Changes the sign of every weight. A second call undoes it bit for bit. It tests what depends on the weights:
+        training must not go on in between."""
+        self.workers.wait(self.workers.ask_all(TrainerRank.negate), doing="change of signs")
+
     def train(self, batch: Sequences) -> TrainResult:
         """Takes all optimizer steps of one batch: `epochs_per_batch` passes over `num_minibatches` equal parts of whole
         groups."""

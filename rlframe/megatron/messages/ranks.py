@@ -93,6 +93,10 @@ class TrainerRank(ScoringRank, Protocol):
         """Returns 64 hex digits that change with the model's config.json and with any bit of this rank's weights."""
         ...
 
+    def negate(self) -> None:
+        """Changes the sign of every weight. A second call undoes it bit for bit."""
+        ...
+
     def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> list[UpdateResult]:
         """Takes one optimizer step per entry of `shares`. Returns their results.
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from rlframe.megatron.compat import submodules
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.cpu.attention import PackedAttention, RmsNorm
@@ -170,13 +171,13 @@ def local_layer(architecture: Architecture, *, num_experts: int | None) -> Modul
     elif architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     if architecture.linear_bias and num_experts:
-        spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+        submodules(submodules(spec.submodules.mlp).experts).linear_fc2 = ExpertOutput
     set_activation(architecture, spec)
     return spec
 
 
 def set_activation(architecture: Architecture, layer: ModuleSpec) -> None:
     """Makes the layer's experts compute the architecture's activation if Megatron does not have it."""
-    mlp = layer.submodules.mlp.submodules
+    mlp = submodules(layer.submodules.mlp)
     if architecture.clamped_glu and isinstance(mlp, MoESubmodules):
-        mlp.experts.submodules.activation_func = clamped_glu(architecture.clamped_glu)
+        submodules(mlp.experts).activation_func = clamped_glu(architecture.clamped_glu)

@@ -191,6 +191,15 @@ class Trainer:
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
+    @torch.no_grad()
+    def negate(self) -> None:
+        """Changes the sign of every weight of this rank. A second call undoes it bit for bit. Whoever computes with
+        some of the weights of before gets other outputs."""
+        # A tied weight has two names.
+        for value in {value.data_ptr(): value for value in self.model.parameters.values()}.values():
+            value.neg_()
+        self._weights_changed()
+
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[UpdateResult]:
         """Takes one optimizer step per entry of `steps`. Returns their results.
 

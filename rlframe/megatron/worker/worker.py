@@ -104,6 +104,10 @@ class MegatronWorker(MegatronRank, TrainerRank):
         """See Trainer.fingerprint."""
         return self.trainer.fingerprint()
 
+    def negate(self) -> None:
+        """See Trainer.negate."""
+        self.trainer.negate()
+
     def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> list[UpdateResult]:
         """See Trainer.train."""
         return self.trainer.train([share.microbatches() for share in shares], algorithm, first_step=first_step)

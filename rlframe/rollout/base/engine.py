@@ -10,7 +10,7 @@ import torch
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
-from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.border import DestinationRank
 
@@ -85,6 +85,13 @@ class RolloutEngine(ABC):
         Raises:
             WeightSyncFailed: the weights in memory are not verified.
         """
+
+    def score_with_routes(self, sequences: list[ModelInput]) -> list[Scored]:
+        """Returns what `score` does, with the experts that the same pass chose.
+
+        Subclasses override it if their engine tells those of given tokens.
+        """
+        return [Scored(logprobs=nats) for nats in self.score(sequences)]
 
     @abstractmethod
     def top(self, sequences: list[ModelInput], k: int) -> list[TopLogprobs]:

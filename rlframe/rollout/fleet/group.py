@@ -166,7 +166,7 @@ class RolloutGroup(DestinationGroup):
                 str(death).partition("\n")[0],
             )
             try:
-                self._end_dead_engine(engine)
+                self._end_engine(engine)
                 self.workers.replace(engine)
                 calls = self.workers.ask_all(EngineWorker.start, self.setup, ranks=[engine])
                 self._started(calls, [engine])
@@ -174,8 +174,8 @@ class RolloutGroup(DestinationGroup):
             except WorkerDied as next_death:
                 death = next_death
 
-    def _end_dead_engine(self, engine: int) -> None:
-        """Ends the actor of a dead engine and the processes it had started."""
+    def _end_engine(self, engine: int) -> None:
+        """Ends the actor of an engine and the processes it had started."""
         actor, info = self.workers.actors[engine], self.workers.infos[engine]
         ray.wait([self.workers.ask(engine, EngineWorker.close)], timeout=CLOSE_TIMEOUT_S)
         ray.kill(actor)
@@ -187,6 +187,11 @@ class RolloutGroup(DestinationGroup):
                 ray.get(cleanup.remote(self._processes[engine]), timeout=60)
             except RayError:
                 logger.warning("node %s does not answer; processes of engine %d may still run there", info.host, engine)
+
+    def stop(self) -> None:
+        """Ends every engine, and the processes it has started. The group must not be used afterwards."""
+        for engine in range(len(self.workers.actors)):
+            self._end_engine(engine)
 
     def retry_after_restart(self, work: Callable[[], T]) -> T:
         """Runs `work` and returns its result. If engines die, restarts them and runs `work` again on all engines, so

@@ -18,7 +18,7 @@ from rlframe.cluster.worker import Worker
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.types.input import ModelInput
-from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
 from rlframe.utils.registry import find
@@ -65,6 +65,10 @@ class ScoringWorker(Protocol):
 
     def score(self, sequences: list[ModelInput]) -> list[list[float]]:
         """See RolloutEngine.score."""
+        ...
+
+    def score_with_routes(self, sequences: list[ModelInput]) -> list[Scored]:
+        """See RolloutEngine.score_with_routes."""
         ...
 
     def top(self, sequences: list[ModelInput], k: int) -> "list[TopLogprobs]":
@@ -165,6 +169,10 @@ class RolloutWorker(Worker, EngineWorker):
     def score(self, sequences: list[ModelInput]) -> list[list[float]]:
         """See RolloutEngine.score."""
         return self.engine.score(sequences)
+
+    def score_with_routes(self, sequences: list[ModelInput]) -> list[Scored]:
+        """See RolloutEngine.score_with_routes."""
+        return self.engine.score_with_routes(sequences)
 
     def top(self, sequences: list[ModelInput], k: int) -> "list[TopLogprobs]":
         """See RolloutEngine.top."""

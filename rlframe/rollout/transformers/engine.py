@@ -26,7 +26,7 @@ from rlframe.rollout.transformers.decode import Control, DecodeLoop
 from rlframe.rollout.transformers.kv_cache import ATTENTION, KVCache, attend
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
-from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
+from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams, Scored
 from rlframe.utils.bounds import Range
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import CheckpointError, ConfigError
@@ -197,13 +197,18 @@ class TransformersEngine(RolloutEngine):
         # this computation must not wait for its end.
         return self.gate.enter() if paused else version
 
-    @torch.inference_mode()
     def score(self, sequences: list[ModelInput]) -> list[list[float]]:
+        return [each.logprobs for each in self.score_with_routes(sequences)]
+
+    @torch.inference_mode()
+    def score_with_routes(self, sequences: list[ModelInput]) -> list[Scored]:
         self.gate.enter()
         scores = []
         for sequence in sequences:
             following = torch.from_numpy(sequence.token_ids[1:]).to(self.model.device, torch.int64)[:, None]
-            scores.append(self._logprobs(sequence).gather(1, following)[:, 0].tolist())
+            logprobs = self._logprobs(sequence).gather(1, following)[:, 0].tolist()
+            routes = self._recorder.last()[:-1].cpu().numpy() if self._recorder else None
+            scores.append(Scored(logprobs=logprobs, routes=routes))
         return scores
 
     @torch.inference_mode()

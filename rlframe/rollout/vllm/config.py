@@ -7,6 +7,7 @@ from enum import StrEnum
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.rollout.vllm import layout
+from rlframe.utils.errors import SettingError
 from rlframe.utils.faults import Fault
 
 OWN_OPTIONS = frozenset(
@@ -62,6 +63,16 @@ class VllmConfig(ServedConfig):
     """The name of this folder."""
     moe_backend: MoeBackend = MoeBackend.TRITON
     """Kernels of the experts on CUDA. The CPU has one implementation only."""
+    compile: bool = True
+    """Whether Inductor compiles the model, once for a machine (vLLM keeps the result in ~/.cache/vllm). false starts
+    sooner where that is not done yet; CUDA graphs then hold decoding alone. No effect with enforce_eager."""
+
+    def __post_init__(self) -> None:
+        ServedConfig.__post_init__(self)
+        if not self.compile and "compilation_config" in self.engine_options:
+            raise SettingError(
+                "compile", "false and engine_options.compilation_config set the same", got=False, hint="choose one"
+            )
 
     def faults(self, architecture: Architecture) -> Iterator[Fault]:
         """See RolloutConfig."""

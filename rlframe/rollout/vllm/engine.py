@@ -27,7 +27,7 @@ from rlframe.rollout.vllm.launch import engine_arguments, launch, set_environmen
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
-from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
@@ -108,13 +108,19 @@ class VllmEngine(ServedEngine):
 
     def score(self, sequences: list[ModelInput]) -> list[list[float]]:
         with self._scoring(sequences):
-            return self._wait(self._score(sequences), doing=f"scores of {len(sequences)} sequences")
+            scores = self._wait(self._score(sequences), doing=f"scores of {len(sequences)} sequences")
+        return [each.logprobs for each in scores]
 
-    async def _score(self, sequences: list[ModelInput]) -> list[list[float]]:
-        async def one(sequence: ModelInput) -> list[float]:
+    def score_with_routes(self, sequences: list[ModelInput]) -> list[Scored]:
+        with self._scoring(sequences):
+            work = self._score(sequences, self._routers)
+            return self._wait(work, doing=f"scores of {len(sequences)} sequences")
+
+    async def _score(self, sequences: list[ModelInput], routers: Routers | None = None) -> list[Scored]:
+        async def one(sequence: ModelInput) -> Scored:
             if len(sequence) == 1:
-                return []
-            return await score(sequence, self._engine, name=self._name("score"))
+                return Scored(logprobs=[])
+            return await score(sequence, self._engine, name=self._name("score"), routers=routers)
 
         return list(await asyncio.gather(*map(one, sequences)))
 

@@ -10,7 +10,7 @@ from rlframe.rollout.served.pending import PendingRequest, spelled, top_logprobs
 from rlframe.rollout.vllm.sampler import FIRST_POSITION
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
-from rlframe.types.rollout import FinishReason, GenerationRequest
+from rlframe.types.rollout import FinishReason, GenerationRequest, Scored
 from rlframe.utils.errors import RlframeError
 
 
@@ -99,16 +99,26 @@ def scoring_parameters(top_k: int) -> Any:
     )
 
 
-async def score(sequence: ModelInput, engine: Any, *, name: str) -> list[float]:
-    """Returns the nats of each token but the first, under log_softmax(logits)."""
-    flat = await prompt_logprobs(sequence, engine, name=name, top_k=0)
+async def score(sequence: ModelInput, engine: Any, *, name: str, routers: Routers | None = None) -> Scored:
+    """Returns the nats of each token but the first, under log_softmax(logits).
+
+    Args:
+        routers: routers of the model, if the experts of the same pass are wanted.
+    """
+    output = await scored(sequence, engine, name=name, top_k=0)
+    flat = output.prompt_logprobs
     assert flat.token_ids == sequence.token_ids[1:].tolist(), "prompt logprobs are of the prompt's tokens"
-    return list(flat.logprobs)
+    routes = None
+    if routers is not None:
+        # Of every token of the prompt: the last one predicts the token that must be sampled.
+        found = output.outputs[0].routed_experts
+        routes = routers.routes(found, num_tokens=len(sequence) + 1, engine="vLLM")[:-1]
+    return Scored(logprobs=list(flat.logprobs), routes=routes)
 
 
 async def top(sequence: ModelInput, engine: Any, *, name: str, k: int) -> TopLogprobs:
     """Returns the k most likely tokens in the place of each token but the first."""
-    flat = await prompt_logprobs(sequence, engine, name=name, top_k=k)
+    flat = (await scored(sequence, engine, name=name, top_k=k)).prompt_logprobs
     # At each place the prompt's own token comes first, whatever its probability.
     ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, k + 1)
     assert ids[:, 0].tolist() == sequence.token_ids[1:].tolist(), "prompt logprobs are of the prompt's tokens"
@@ -116,13 +126,13 @@ async def top(sequence: ModelInput, engine: Any, *, name: str, k: int) -> TopLog
     return top_logprobs(ids[:, 1:], nats)
 
 
-async def prompt_logprobs(sequence: ModelInput, engine: Any, *, name: str, top_k: int) -> Any:
-    """Returns vLLM's FlatLogprobs of each token but the first, each followed by the `top_k` most likely tokens in its
-    place."""
+async def scored(sequence: ModelInput, engine: Any, *, name: str, top_k: int) -> Any:
+    """Returns vLLM's output for a prompt, whose FlatLogprobs are of each token but the first, each followed by the
+    `top_k` most likely tokens in its place."""
     outputs = engine.generate({"prompt_token_ids": sequence.token_ids.tolist()}, scoring_parameters(top_k), name)
     async with aclosing(outputs):
         async for output in outputs:
-            return output.prompt_logprobs
+            return output
     raise RlframeError("vLLM ended a scoring request without an answer")
 
 

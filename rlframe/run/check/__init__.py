@@ -292,6 +292,7 @@ WITHOUT_TRAINING = frozenset(
         modes.sets,
         modes.prompts,
         effect.GENERATION.faults,
+        effect.SELF_TEST.faults,
     }
 )
 """Topics about engines and rewards alone, in the modes that start nothing else."""

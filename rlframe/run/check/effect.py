@@ -47,8 +47,10 @@ class Need:
 
 
 GENERATION = Need(("generation",), lambda run: run.mode is not Mode.GENERATE, "mode={mode}", ("mode",))
+SELF_TEST = Need(("self_test",), lambda run: run.mode is not Mode.SELF_TEST, "mode={mode}", ("mode",))
 NEEDS = (
     GENERATION,
+    SELF_TEST,
     Need(
         (
             "train.num_minibatches",
@@ -130,6 +132,11 @@ NEEDS = (
         lambda run: isinstance(run.rollout, ServedConfig) and device_of(run) is Device.CPU,
         "engines on a CPU",
         ("cluster",),
+    ),
+    Need(
+        ("rollout.compile",),
+        lambda run: isinstance(run.rollout, ServedConfig) and run.rollout.enforce_eager,
+        "rollout.enforce_eager=true",
     ),
     Need(
         ("loop", "evaluation.num_engines"),

@@ -7,6 +7,7 @@ from rlframe.data import builtin
 from rlframe.data.config import DataConfig
 from rlframe.data.sets import read, settings_of
 from rlframe.data.storage.sequences import Joined
+from rlframe.loops.self_test.checks import find_checks
 from rlframe.run.check.context import evaluates, online, samples
 from rlframe.run.check.data import nothing_to_judge, template_faults
 from rlframe.run.check.reward import needing_answers
@@ -28,8 +29,25 @@ def mode(run: RunConfig) -> Iterator[Fault]:
             why="nothing is held out, so that there is nothing to evaluate",
             hint="or name a set with evaluation.sets.NAME.path" if online(run) else "",
         )
-    if run.trains(online=online(run)):
-        return
+    if run.mode is Mode.SELF_TEST:
+        yield from _self_test(run)
+    elif not run.trains(online=online(run)):
+        yield from _without_ranks(run)
+
+
+def _self_test(run: RunConfig) -> Iterator[Fault]:
+    """Checks that there are the checks that are named, and that engines sample."""
+    try:
+        find_checks(without=run.self_test.without, further=run.self_test.further_checks)
+    except ConfigError as error:
+        yield from error.faults
+    if run.rollout.replay is not None:
+        why = "it compares the trainer with engines, and a replay starts none"
+        yield Fault("rollout.replay", "must be null with mode=self_test", got=run.rollout.replay, why=why)
+
+
+def _without_ranks(run: RunConfig) -> Iterator[Fault]:
+    """Checks that engines can load the model themselves."""
     if run.rollout.replay is not None:
         yield Fault("rollout.replay", f"has no effect with mode={run.mode}", got=run.rollout.replay, hint="remove it")
     if run.checkpoint.start_from is not None:

@@ -25,6 +25,7 @@ from rlframe.run.compose.offline import offline
 from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.replay import replay
+from rlframe.run.compose.self_test import self_test, without_learning
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.preflight.explain import explaining
 from rlframe.utils import garbage
@@ -43,7 +44,7 @@ def run(
     begin: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Does what `mode` says. Runs the whole run, or the rest of it if its folder holds a checkpoint, and prints the
-    closing paragraph; or evaluates, or generates.
+    closing paragraph; or evaluates, generates, or tests itself.
 
     If a joined cluster loses a node of the run, it goes on from the last checkpoint on the nodes that are left or have
     come, at most `cluster.max_restarts` times.
@@ -87,6 +88,8 @@ def run_on(
     component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
     algorithm: Algorithm = component(config.algorithm)
     trains = config.mode is Mode.TRAIN
+    if config.mode is Mode.SELF_TEST:
+        config = without_learning(config)
     with (
         explaining(config, algorithm) if trains else nullcontext(),
         watching(config.cluster, config.folder / LOGS, learns=trains) as watchdog,
@@ -133,6 +136,9 @@ def run_on(
 
 def without_training(parts: Parts, algorithm: Algorithm, stop: Stop) -> dict[str, float]:
     """Does what a mode that trains nothing is for, and returns its results."""
+    if parts.config.mode is Mode.SELF_TEST:
+        stop.outside_steps = "before the end of the self test; there is no verdict"
+        return self_test(parts, algorithm, stop)
     if parts.config.mode is Mode.EVALUATE:
         stop.outside_steps = "before the end of the evaluation; there are no results"
         return evaluate(parts, algorithm)

@@ -11,6 +11,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from tests.local_attempts import opening
+from tests.unit.attempts.simulated.clock import simulated
 
 
 @pytest.mark.parametrize(
@@ -102,4 +103,4 @@ def test_the_runner_begins_tasks_aside_as_they_are_admitted() -> None:
             news.ended += (await runner.news(5.0)).ended
         return news
 
-    asyncio.run(run())
+    simulated(run())

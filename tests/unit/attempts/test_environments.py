@@ -1,7 +1,6 @@
 """Environments that answer at once, and those that answer later: what attempts and engines see of them."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +13,15 @@ from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from tests.local_attempts import LocalAttempts, opening
+from tests.unit.attempts.simulated.clock import simulated
 
 TURNS = 3
 
 
 def attempted(
     observe: Callable[[Rollout], Any], *, count: int, attempt_timeout_s: float = 1e6
-) -> tuple[Ended, list[int]]:
-    """The group of `count` attempts, and the number of requests of each of the engine's calls."""
+) -> tuple[Ended, list[int], float]:
+    """The group of `count` attempts, the number of requests of each of the engine's calls, and the seconds it took."""
     calls: list[int] = []
 
     async def ask(requests: list[GenerationRequest]) -> list[Completion]:
@@ -33,7 +33,7 @@ def attempted(
     attempts = LocalAttempts([ask], lambda rollout: None, observe=observe, attempt_timeout_s=attempt_timeout_s)
     group = Group.begin("0", Prompt(id="p", text="", input=ModelInput((1, 2))), count)
     (ended,) = attempts.run([group], step=1).values()
-    return ended, calls
+    return ended, calls, attempts.now_s
 
 
 def at_once(rollout: Rollout) -> list[int] | None:
@@ -47,7 +47,7 @@ async def later(rollout: Rollout) -> list[int] | None:
 
 @pytest.mark.parametrize("observe", [at_once, later])
 def test_attempts_are_the_same_whenever_the_environment_answers(observe: Callable[[Rollout], Any]) -> None:
-    ended, _ = attempted(observe, count=2)
+    ended, _, _ = attempted(observe, count=2)
     assert len(ended.group.rollouts) == 2
     for rollout in ended.group.rollouts:
         assert rollout.token_ids.tolist() == [1, 2, 9, 5, 9, 5, 9]
@@ -60,11 +60,10 @@ def test_next_turns_share_a_call_if_the_environment_answers_at_once() -> None:
 
 
 def test_attempts_wait_for_their_environments_at_the_same_time() -> None:
-    begun = time.monotonic()
-    ended, _ = attempted(later, count=200)
+    ended, _, took_s = attempted(later, count=200)
     assert len(ended.group.rollouts) == 200
     # One after the other they would take 60 s.
-    assert TURNS * 0.1 <= time.monotonic() - begun < 6
+    assert took_s == pytest.approx(TURNS * 0.1)
 
 
 def test_an_environment_that_never_answers_ends_its_attempt_only() -> None:
@@ -72,7 +71,7 @@ def test_an_environment_that_never_answers_ends_its_attempt_only() -> None:
         await asyncio.sleep(3600 if rollout.sample_index == 1 else 0)
         return None
 
-    ended, _ = attempted(observe, count=3, attempt_timeout_s=0.2)
+    ended, _, _ = attempted(observe, count=3, attempt_timeout_s=0.2)
     assert [rollout.sample_index for rollout in ended.group.rollouts] == [0, 2]
     assert list(ended.lost) == [DropReason.TIMED_OUT]
 
@@ -84,7 +83,7 @@ def test_the_limit_of_a_tool_is_not_that_of_the_attempt() -> None:
                 await asyncio.sleep(3600)
         return None
 
-    ended, _ = attempted(observe, count=3)
+    ended, _, _ = attempted(observe, count=3)
     assert [rollout.sample_index for rollout in ended.group.rollouts] == [0, 2]
     assert list(ended.lost) == [DropReason.FAILED]
 
@@ -115,7 +114,7 @@ def test_an_attempt_that_waits_for_its_environment_or_its_reward_goes_on_from_th
         runner.interrupt()
         return await runner.snapshot()
 
-    tasks = asyncio.run(snapshot())
+    tasks = simulated(snapshot())
     attempts = LocalAttempts([ask], lambda rollout: None, observe=at_once)
     attempts.start(tasks)
     (ended,) = attempts.next()

@@ -2,8 +2,13 @@
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from rlframe.attempts import engines as engines_module
+from rlframe.attempts import runner as runner_module
 from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.runner import News, Runner
@@ -12,6 +17,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from tests.local_attempts import opening
+from tests.unit.attempts.simulated.clock import simulated
 
 SAMPLING = SamplingParams(max_tokens=4)
 COMPLETION = Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
@@ -78,7 +84,7 @@ def test_a_lost_engine_that_is_replaced_is_not_told_of_any_more():
         news = await news_of(runner, 1)
         assert news.lost == [] and [each.group.id for each in news.ended] == ["a"]
 
-    asyncio.run(run())
+    simulated(run())
 
 
 def test_attempts_left_out_are_told_of_with_the_reason_and_what_they_had():
@@ -95,11 +101,11 @@ def test_attempts_left_out_are_told_of_with_the_reason_and_what_they_had():
         runner.start([task("a", size=2)], version=0)
         return (await news_of(runner, 1)).ended[0]
 
-    failed = asyncio.run(ended(answers, observe=observe))
+    failed = simulated(ended(answers, observe=observe))
     assert [each.sample_index for each in failed.group.rollouts] == [1]
     (lost,) = failed.lost[DropReason.FAILED]
     assert lost.sample_index == 0 and lost.num_sampled_tokens == 1 and len(failed.lost) == 1
-    late = asyncio.run(ended(slow, attempt_timeout_s=0.05))
+    late = simulated(ended(slow, attempt_timeout_s=0.05))
     assert late.group.rollouts == [] and [each.num_tokens for each in late.lost[DropReason.TIMED_OUT]] == [1, 1]
 
 
@@ -119,7 +125,7 @@ def test_work_that_has_ended_no_longer_counts_against_its_engine():
             runner.start([task(f"{length}", length=length)], version=0)
             await news_of(runner, 1)
 
-    asyncio.run(run())
+    simulated(run())
     # Each time both are free, so that the first one gets it.
     assert asked == [(0, 9), (0, 5), (0, 7)]
 
@@ -142,10 +148,18 @@ def test_a_call_of_the_engine_before_says_nothing_about_the_next_one():
         late.set()
         assert await asyncio.gather(*waits) == [COMPLETION, COMPLETION] and len(losses) == 1
 
-    asyncio.run(run())
+    simulated(run())
 
 
-def test_the_state_says_who_waits_for_what_and_how_long_engines_were_busy():
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a runner and of its engines is that of the simulated loop."""
+    simulated_time = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr(runner_module, "time", simulated_time)
+    monkeypatch.setattr(engines_module, "time", simulated_time)
+
+
+def test_the_state_says_who_waits_for_what_and_how_long_engines_were_busy(clock: None):
     async def slow(requests: list[GenerationRequest]) -> list[Completion]:
         await asyncio.sleep(0.2)
         return [COMPLETION for _ in requests]
@@ -160,16 +174,16 @@ def test_the_state_says_who_waits_for_what_and_how_long_engines_were_busy():
         state = runner.state()
         # "a" is with the slow engine; "b" has its response from the other, and waits for its environment.
         assert state.attempts == {"engine": 1, "environment": 1, "reward": 0}
-        assert 0.05 < state.busy_s[0] <= state.oldest_s < 0.2 and state.busy_s[1] < 0.05
+        assert state.busy_s == pytest.approx([0.1, 0.0]) and state.oldest_s == pytest.approx(0.1)
         await news_of(runner, 2)
         before = runner.state()
         await asyncio.sleep(0.05)
         after = runner.state()
-        assert after.busy_s == before.busy_s and before.busy_s[0] >= 0.2, "idle engines are not busy"
+        assert after.busy_s == before.busy_s == pytest.approx([0.2, 0.0]), "idle engines are not busy"
         assert sum(after.attempts.values()) == 0 and after.oldest_s == 0.0
-        assert after.now_s > before.now_s
+        assert after.now_s - before.now_s == pytest.approx(0.05)
 
-    asyncio.run(run())
+    simulated(run())
 
 
 def test_the_time_in_which_attempts_are_interrupted_is_not_theirs():
@@ -191,11 +205,11 @@ def test_the_time_in_which_attempts_are_interrupted_is_not_theirs():
         begun = asyncio.get_running_loop().time()
         (ended,) = (await news_of(runner, 1)).ended
         # What is left of the second attempt's time is 0.25 s, then it is over.
-        assert 0.1 < asyncio.get_running_loop().time() - begun < 0.4
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(0.25)
         assert [each.sample_index for each in ended.group.rollouts] == [0]
         assert [each.sample_index for each in ended.lost[DropReason.TIMED_OUT]] == [1]
 
-    asyncio.run(run())
+    simulated(run())
 
 
 def test_the_engine_ends_requests_of_attempts_that_have_run_out_of_time():
@@ -225,7 +239,7 @@ def test_the_engine_ends_requests_of_attempts_that_have_run_out_of_time():
         await asyncio.sleep(1.2)
         assert len(aborted) == 3
 
-    asyncio.run(run())
+    simulated(run())
 
 
 def test_an_attempt_that_failed_while_all_were_forgotten_says_nothing_to_those_that_follow():
@@ -240,4 +254,4 @@ def test_an_attempt_that_failed_while_all_were_forgotten_says_nothing_to_those_t
         runner.start([task("c")], version=0)
         assert [each.group.id for each in (await news_of(runner, 1)).ended] == ["c"]
 
-    asyncio.run(run())
+    simulated(run())

@@ -11,39 +11,68 @@ import psutil
 import pytest
 
 from rlframe.cluster.reaper import lives
+from tests.until import until
 
 pytestmark = pytest.mark.later
 
 PROGRAM = """
-import os, psutil, signal, subprocess, sys, time
+import fcntl, os, psutil, signal, subprocess, sys, termios, time
 from rlframe.cluster.reaper import reaping
 
 def start(code):
     return subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True).pid
 
+def under():
+    return [child for child in psutil.Process().children(recursive=True) if child.pid != before]
+
+def unread(pid):
+    with open(f"/proc/{pid}/fd/0", "rb", buffering=0) as pipe:
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+def until(moment):
+    deadline = time.monotonic() + 120
+    while not moment():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+deaf, seen = (os.path.join(sys.argv[2], name) for name in ("deaf", "seen"))
 before = start("import time; time.sleep(600)")
-with reaping(60):
-    # One is deaf to the signal that asks it to end. The parent of another ends at once, but for the time to be seen.
-    start("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
-    start("import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(4)")
-    time.sleep(3)
-    own = [child.pid for child in psutil.Process().children(recursive=True) if child.pid != before]
-    time.sleep(3)
+with reaping(60) as reaper:
+    # One is deaf to the signal that asks it to end. The parent of another ends once the reaper has seen both.
+    start(
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"open({deaf!r}, 'w').close(); time.sleep(600)"
+    )
+    parent = start(
+        "import os, subprocess, time; subprocess.Popen(['sleep', '600'])\\n"
+        f"while not os.path.exists({seen!r}): time.sleep(0.05)"
+    )
+    until(lambda: os.path.exists(deaf) and any(child.name() == "sleep" for child in under()))
+    own = [child.pid for child in under()]
+    (watcher,) = (child for child in under() if "rlframe.cluster.reaper" in child.cmdline())
+    # Between the two beats that it reads it has looked at what is under this process.
+    for _ in range(2):
+        reaper.beat()
+        until(lambda: unread(watcher.pid) == 0)
+    open(seen, "w").close()
+    until(lambda: psutil.Process(parent).status() == psutil.STATUS_ZOMBIE)
     print(before, *own, flush=True)
     exec(sys.argv[1])
-time.sleep(60)
+time.sleep(600)
 """
 ENDS = ("pass", "os._exit(3)", "raise RuntimeError('no more')", "os.kill(os.getpid(), signal.SIGKILL)")
 
 BEATING = """
-import sys, time
+import os, sys, time
 from rlframe.cluster.reaper import reaping
 
 with reaping(1.0) as reaper:
-    for beat in range(40):
+    beats = 0
+    while not os.path.exists(sys.argv[1]):
         reaper.beat()
         time.sleep(0.1)
-        if beat == 20:
+        beats += 1
+        if beats == 20:
             print("beats", flush=True)
     sys.stderr.write("done")
     # Else its end is reported as unexpected, if the test has not read the file by then.
@@ -53,14 +82,13 @@ with reaping(1.0) as reaper:
 
 def test_a_driver_that_is_stopped_is_told_once(tmp_path: Path) -> None:
     said = tmp_path / "stderr"
-    command = [sys.executable, "-c", BEATING]
+    command = [sys.executable, "-c", BEATING, str(tmp_path / "go on")]
     with said.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as program:
         assert program.stdout and program.stdout.readline() == b"beats\n"
         program.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 20
-        while not said.read_text() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        until(said.read_text)
         time.sleep(2)
+        (tmp_path / "go on").touch()
         program.send_signal(signal.SIGCONT)
     assert program.returncode == 0
     assert said.read_text() == (
@@ -69,11 +97,12 @@ def test_a_driver_that_is_stopped_is_told_once(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_program_started_is_ended_however_it_ended() -> None:
-    programs = [
-        subprocess.Popen([sys.executable, "-c", PROGRAM, end], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        for end in ENDS
-    ]
+def test_what_a_program_started_is_ended_however_it_ended(tmp_path: Path) -> None:
+    programs = []
+    for number, end in enumerate(ENDS):
+        (folder := tmp_path / str(number)).mkdir()
+        command = [sys.executable, "-c", PROGRAM, end, str(folder)]
+        programs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
     spared: list[int] = []
     try:
         left: list[psutil.Process] = []
@@ -84,10 +113,7 @@ def test_what_a_program_started_is_ended_however_it_ended() -> None:
             # The deaf one, the one without a parent, that parent, and the reaper.
             assert len(own) == 4
             left += [psutil.Process(pid) for pid in own if psutil.pid_exists(pid)]
-        deadline = time.monotonic() + 10
-        while (left := [process for process in left if lives(process)]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert left == []
+        until(lambda: not any(map(lives, left)))
         assert all(lives(psutil.Process(pid)) for pid in spared)
     finally:
         for pid in spared:
@@ -109,12 +135,17 @@ def watched():
     except OSError:
         return False
 
+def until(moment):
+    deadline = time.monotonic() + 120
+    while not moment():
+        assert time.monotonic() < deadline
+        reaper.beat()
+        time.sleep(0.1)
+
 shutil.copy("/bin/sleep", "raylet")
 with reaping(60.0) as reaper:
     server = subprocess.Popen(["./raylet", "600"])
-    while not watched():
-        reaper.beat()
-        time.sleep(0.1)
+    until(watched)
     print(os.getpid(), server.pid, flush=True)
     exec(sys.argv[1])
 """
@@ -124,9 +155,9 @@ KILLED = "it was killed, perhaps for want of memory (`dmesg` shows that)"
 @pytest.mark.parametrize(
     ("end", "cause"),
     [
-        ("server.kill(); time.sleep(1); os._exit(1)", "Ray ends a driver whose raylet (pid {}) died"),
+        ("server.kill(); until(lambda: not watched()); os._exit(1)", "Ray ends a driver whose raylet (pid {}) died"),
         ("os.kill(os.getpid(), 9)", KILLED),
-        ("server.kill(); reaper.leave(); time.sleep(1); os._exit(1)", None),
+        ("server.kill(); reaper.leave(); until(lambda: not watched()); os._exit(1)", None),
     ],
     ids=["Ray ends it", "killed", "said its own"],
 )

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from rlframe.cluster.watch.sight import State
 from rlframe.utils import lock
 from rlframe.utils.errors import ConfigError, OutputError
 from rlframe.utils.lock import FolderLock, Holder
+from tests.until import PATIENCE_S, until, until_state
 
 ROOT = Path(__file__).parents[3]
 HOLD = "import sys, time; from pathlib import Path; from rlframe.utils.lock import FolderLock\n"
@@ -61,7 +63,7 @@ def test_a_stopped_holder_keeps_its_folder_and_a_dead_one_does_not(
         FolderLock(tmp_path)
     # Not waited for: a zombie is dead too.
     other.kill()
-    time.sleep(0.2)
+    until_state(other.pid, State.DEAD)
     held = FolderLock(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [held.file.name]
     held.close()
@@ -77,7 +79,7 @@ def test_a_process_number_that_was_used_again_is_not_the_holder(tmp_path: Path) 
 
 
 def test_a_holder_on_another_host_is_known_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "STALE_S", 1.0)
+    monkeypatch.setattr(lock, "STALE_S", PATIENCE_S)
     file = of_another_host(tmp_path)
     end = threading.Event()
 
@@ -91,6 +93,7 @@ def test_a_holder_on_another_host_is_known_by_its_heartbeat(tmp_path: Path, monk
         FolderLock(tmp_path)
     end.set()
     heart.join()
+    monkeypatch.setattr(lock, "STALE_S", 1.0)
     started = time.monotonic()
     held = FolderLock(tmp_path)
     assert time.monotonic() - started >= 1.0 and not file.exists()
@@ -134,13 +137,11 @@ def test_a_run_whose_folder_is_taken_or_removed_ends_with_a_sentence(
     taken = FolderLock(folder)
     taken.check()
     taken.file.unlink()
-    time.sleep(0.3)
     with pytest.raises(OutputError, match=f"{folder} is lost to this run: its lock LOCK-.* was removed"):
-        taken.check()
+        until(taken.check)
     taken.close()
     removed = FolderLock(folder)
     folder.rename(tmp_path / "moved")
-    time.sleep(0.3)
     with pytest.raises(OutputError, match="it was removed or moved during the run"):
-        removed.check()
+        until(removed.check)
     removed.close()

@@ -2,7 +2,12 @@
 
 import asyncio
 import selectors
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+FOR_EVER_S = 1e9
+"""Longer than every limit of a test."""
 
 
 class Stuck(AssertionError):
@@ -43,3 +48,13 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         if tasks:
             self.run_until_complete(asyncio.wait(tasks))
         self.close()
+
+
+def simulated(work: Coroutine[Any, Any, T], *, limit_s: float = FOR_EVER_S) -> T:
+    """Returns the result of a coroutine, like `asyncio.run`, in simulated time: a pause ends when nothing else can
+    happen before, on any machine."""
+    loop = SimulatedLoop(limit_s=limit_s)
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        loop.end()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from rlframe.cluster.watch import watchdog as module
 from rlframe.cluster.watch.activities import ACTIVITIES, phase, waiting
 from rlframe.cluster.watch.marks import Page
 from rlframe.cluster.watch.watchdog import watching
+from tests.until import PATIENCE_S, until
 
 pytestmark = pytest.mark.later
 
@@ -46,7 +48,14 @@ while True:
     mark("busy")
     time.sleep(0.02)
 """
-CONFIG = ClusterConfig(stall_warning_s=0.5, phase_timeout_s=60)
+CONFIG = ClusterConfig(stall_warning_s=0.5, phase_timeout_s=600)
+MARKS = {"train": "forward", "busy": "busy"}
+"""The beginning of the last mark of a rank, by what it does."""
+
+
+def has_marked(page: Path, beginning: str) -> bool:
+    """Whether the last mark on a page begins so."""
+    return page.is_file() and page.stat().st_size > 0 and Page(page).read().text.startswith(beginning)
 
 
 @contextmanager
@@ -55,12 +64,8 @@ def rank(folder: Path, number: int, doing: str) -> Iterator[WorkerInfo]:
     log = folder / f"policy-{number}.log"
     with subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(number), doing]) as process:
         try:
-            deadline = time.monotonic() + 60
-            page = log.with_suffix(".mark")
-            last = "forward" if doing == "train" else "busy"
-            while not (page.is_file() and page.stat().st_size and Page(page).read().text.startswith(last)):
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: process.poll() is not None or has_marked(log.with_suffix(".mark"), MARKS[doing]))
+            assert process.poll() is None
             yield WorkerInfo(
                 role="policy", rank=number, node_id="", host=socket.gethostname(), address="127.0.0.1", pid=process.pid,
                 log=str(log),
@@ -70,13 +75,11 @@ def rank(folder: Path, number: int, doing: str) -> Iterator[WorkerInfo]:
 
 
 def warnings_while_waiting(folder: Path, workers: list[WorkerInfo], caplog: pytest.LogCaptureFixture) -> str:
-    """What the watchdog logs while the driver waits for `workers` in vain for three seconds."""
+    """What the watchdog logs until it has warned of a driver that waits for `workers` in vain."""
     caplog.set_level(logging.WARNING)
-    with watching(CONFIG, folder), phase("train"), waiting("train", role="policy", limit_s=60) as activity:
+    with watching(CONFIG, folder), phase("train"), waiting("train", role="policy", limit_s=600) as activity:
         activity.waits_for = workers
-        deadline = time.monotonic() + 8
-        while time.monotonic() < deadline and "made no progress" not in caplog.text:
-            time.sleep(0.1)
+        until(lambda: "made no progress" in caplog.text)
     return caplog.text
 
 
@@ -85,9 +88,9 @@ def test_a_rank_that_hangs_is_named_with_what_it_did_last_and_where_it_is(
 ) -> None:
     with rank(tmp_path, 0, "train") as worker:
         said = warnings_while_waiting(tmp_path, [worker], caplog)
-    assert (
-        "train has made no progress for 1 s (cluster.stall_warning_s=0.5; its limit is 60 s); still waiting for "
-        in said
+    assert re.search(
+        r"train has made no progress for \d+ s \(cluster.stall_warning_s=0.5; its limit is 600 s\); still waiting for ",
+        said,
     )
     assert str(worker) in said and "last did 'forward 2 of 4 micro-batches'" in said
     assert "in hang_in_a_named_place" in said
@@ -107,17 +110,29 @@ def test_a_rank_that_cannot_answer_is_named_first_though_others_go_on(
 
 
 def test_ranks_that_go_on_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with rank(tmp_path, 0, "busy") as worker, watching(CONFIG, tmp_path), ExitStack() as stack:
-        activity = stack.enter_context(waiting("train", role="policy", limit_s=60))
+    # Who marks is this process: what stops it stops the watchdog too, and is no lack of progress.
+    worker = WorkerInfo(
+        role="policy", rank=0, node_id="", host=socket.gethostname(), address="127.0.0.1", pid=os.getpid(),
+        log=str(tmp_path / "policy-0.log"),
+    )  # fmt: skip
+    page = Page(tmp_path / "policy-0.mark", create=True)
+    with watching(CONFIG, tmp_path), waiting("train", role="policy", limit_s=600) as activity:
         activity.waits_for = [worker]
-        time.sleep(2)
-    assert "no progress" not in caplog.text
+        begun = last = time.monotonic()
+        longest_s = 0.0
+        while last - begun < 4 * CONFIG.stall_warning_s:
+            page.write("busy", num_calls=1)
+            time.sleep(0.01)
+            before, last = last, time.monotonic()
+            longest_s = max(longest_s, last - before)
+    # A machine may have kept this thread from its marks for that long.
+    assert "no progress" not in caplog.text or longest_s >= CONFIG.stall_warning_s
 
 
 def test_a_driver_that_hangs_itself_shows_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with watching(CONFIG, tmp_path), phase("reward"):
-        time.sleep(1.5)
-    assert "reward has made no progress" in caplog.text and "the driver itself is late" in caplog.text
+        until(lambda: "reward has made no progress" in caplog.text)
+    assert "the driver itself is late" in caplog.text
     assert "test_a_driver_that_hangs_itself_shows_where" in caplog.text
 
 
@@ -126,19 +141,21 @@ def test_the_time_of_a_start_is_not_the_phases(tmp_path: Path) -> None:
         with waiting("restart", role="rollout", limit_s=60, start_limit_s=30) as start:
             assert (start.limit_s, start.setting) == (30, "cluster.start_timeout_s")
             time.sleep(0.3)
-        assert around.took_s() < 0.2
+        took_s = around.took_s()
+        assert 0 <= took_s <= time.monotonic() - around.begun_s - 0.3
 
 
 def test_a_second_phase_is_limited_by_the_first(tmp_path: Path) -> None:
     with watching(ClusterConfig(stall_warning_s=0.01, phase_timeout_s=60), tmp_path):
         with phase("train") as first:
             time.sleep(0.2)
+        took_s = first.took_s()
         with phase("train") as second:
             pass
         with phase("rollout") as other:
             pass
     # Ten times 0.2 s and a little; the first of each has the ceiling.
-    assert first.limit_s == other.limit_s == 60 and 2 <= second.limit_s < 10
+    assert first.limit_s == other.limit_s == 60 and 2 <= second.limit_s <= min(10 * took_s, 60)
     assert ACTIVITIES.limits.of("train") == float("inf"), "what was learnt ends with the run"
 
 
@@ -170,36 +187,45 @@ with watchdog.watching(ClusterConfig(stall_warning_s=0.1, phase_timeout_s=1), Pa
         time.sleep(300)
 """
 
-STEPS = "[time.sleep(0.01) for _ in range(100)]"
+STEPS = """
+        while not Path(sys.argv[1], "go on").exists():
+            time.sleep(0.01)
+"""
 WITHOUT_A_TURN = """
-import re, sys, time
+import re, sys, threading
 from pathlib import Path
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.watch import watchdog
-with watchdog.watching(ClusterConfig(stall_warning_s=0.1, phase_timeout_s=2, start_timeout_s=2), Path(sys.argv[1])):
-    time.sleep(0.5)
+config = ClusterConfig(stall_warning_s=0.1, phase_timeout_s=2, start_timeout_s=2)
+with watchdog.watching(config, Path(sys.argv[1])) as dog:
+    # It has looked more than once.
+    looks = threading.Semaphore(0)
+    dog.beat = looks.release
+    for _ in range(3):
+        looks.acquire(timeout=60)
     re.match("(a+)+b", "a" * 60)
 """
 
 
 def test_a_call_in_c_that_keeps_pythons_lock_is_ended_with_its_stack(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_A_TURN, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1
     assert "Timeout (0:00:02)!" in done.stderr and "in match" in done.stderr, done.stderr
 
 
 def test_a_driver_that_was_stopped_blames_nobody_for_it(tmp_path: Path) -> None:
-    program = BLOCKED.replace("phase_timeout_s=1", "phase_timeout_s=6").replace("time.sleep(300)", STEPS)
+    program = BLOCKED.replace("phase_timeout_s=1", "phase_timeout_s=6").replace("        time.sleep(300)", STEPS)
     program = program.replace('subprocess.Popen(["sleep", "300"])', "")
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE, text=True) as driver:
-        page = tmp_path / "driver.mark"
-        while not (page.is_file() and page.stat().st_size and Page(page).read().text == "weight_sync"):
-            time.sleep(0.05)
+        until(lambda: driver.poll() is not None or has_marked(tmp_path / "driver.mark", "weight_sync"))
         os.kill(driver.pid, signal.SIGSTOP)
         time.sleep(10)
         os.kill(driver.pid, signal.SIGCONT)
-        _, said = driver.communicate(timeout=60)
+        assert driver.stderr
+        said = driver.stderr.readline()
+        (tmp_path / "go on").touch()
+        said += driver.communicate(timeout=PATIENCE_S)[1]
     # It took 10 s and more with a limit of 6.5 s, and 10 s of that do not count.
     assert driver.returncode == 0 and f"the driver (pid {driver.pid}) was stopped" in said, said
 
@@ -217,7 +243,7 @@ def test_a_driver_that_was_stopped_blames_nobody_for_it(tmp_path: Path) -> None:
 )
 def test_a_driver_that_cannot_end_is_ended_with_last_words(tmp_path: Path, program: str, words: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 1
     assert words in done.stderr and "Traceback" not in done.stderr
@@ -235,10 +261,8 @@ def test_who_asks_by_a_signal_is_told_who_waits_for_what(tmp_path: Path, caplog:
         activity = stack.enter_context(waiting("train", role="policy", limit_s=60))
         activity.waits_for = [worker]
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert watchdog.asked.wait(10)
-        deadline = time.monotonic() + 10
-        while "report requested by SIGUSR1" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.1)
+        assert watchdog.asked.wait(PATIENCE_S)
+        until(lambda: "report requested by SIGUSR1" in caplog.text)
     assert (
         "report requested by SIGUSR1: train has taken" in caplog.text and f"still waiting for {worker}" in caplog.text
     )

@@ -35,6 +35,10 @@ def architecture(**changes: Any) -> Architecture:
         ({"expert_parallel": True}, "expert_parallel needs tp above 1"),
         ({"engine_options": {"stream_interval": 4}}, "engine_options must not hold stream_interval"),
         ({"temperature": 0.0}, "temperature must be above 0"),
+        (
+            {"compile": False, "engine_options": {"compilation_config": {"mode": 3}}},
+            "compile false and engine_options.compilation_config set the same",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(values: dict, message: str):

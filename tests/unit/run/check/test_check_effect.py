@@ -135,7 +135,8 @@ def test_only_what_differs_from_its_default_is_changed() -> None:
 
 
 def test_every_row_speaks_of_settings_that_there_are() -> None:
-    known = {"rollout.gpu_memory_utilization", "rollout.sleep_level", "rollout.moe_backend", "rollout.enforce_eager"}
+    engines = {"gpu_memory_utilization", "sleep_level", "moe_backend", "enforce_eager", "compile"}
+    known = {f"rollout.{name}" for name in engines}
     run = load("grpo_qwen3_moe")
     for key in {key for need in NEEDS for key in need.keys} - known:
         owner = run

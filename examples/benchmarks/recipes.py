@@ -1,0 +1,279 @@
+"""Recipes at full dimensions, beside what preflight says of them: memory of the device and seconds of each phase.
+
+    python examples/benchmarks/recipes.py grpo_4b lora_4b --output examples/benchmarks/results/recipes.json
+
+A case is a recipe with what one device asks to be changed. Weights are random, every response has the same length, and
+the prediction is that of `rlframe.tools.plan` for the same settings. Memory is what nvidia-smi says of the whole device
+20 times a second: its peak within a phase, over the steps that count. Seconds are medians of those steps; the first
+WARM_UP are not counted. Each case is written when it ends.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl import follow, stop
+from models_by_size import MODELS, make_model
+
+HERE = Path(__file__).parent
+WARM_UP, STEPS = 2, 5
+SAMPLE_MS = 50
+PHASES = {
+    "rollout": "generation",
+    "reference": "logprobs",
+    "old_logprobs": "logprobs",
+    "prepare": "logprobs",
+    "values": "critic",
+    "critic": "critic",
+    "train": "train",
+    "weight_sync": "weight sync",
+}
+"""Preflight's name of each phase of a run's timeline."""
+ONE_DEVICE = ["train.parallel=d1", "rollout.num_engines=1"]
+ONE_TRAINER = ["train.parallel=d1"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A recipe and what is changed in it."""
+
+    recipe: str
+    model: str
+    overrides: tuple[str, ...]
+    prompts: int = 16
+    prompt_tokens: int = 512
+    response_tokens: int = 512
+    num_layers: int = 0
+    """Layers that are left of the model. 0: all."""
+    online: bool = True
+
+
+CASES = {
+    "grpo_4b": Case(recipe="grpo_qwen3_4b", model="qwen3_4b", overrides=()),
+    "lora_4b": Case(recipe="grpo_qwen3_4b_lora", model="qwen3_4b", overrides=()),
+    "grpo_4b_resident": Case(
+        recipe="grpo_qwen3_4b",
+        model="qwen3_4b",
+        overrides=("train.offload_optimizer=false", "rollout.gpu_memory_utilization=0.3"),
+    ),
+    "ppo_1p7b": Case(recipe="ppo_qwen3_8b", model="qwen3_1p7b", overrides=(*ONE_DEVICE, "train.num_minibatches=2")),
+    "grpo_30b_cut": Case(
+        recipe="grpo_qwen3_30b_a3b",
+        model="qwen3_30b_a3b",
+        num_layers=8,
+        overrides=(*ONE_DEVICE, "rollout.tp=1", "train.moe.router_replay=false"),
+    ),
+    "dpo_4b": Case(recipe="dpo_qwen3_8b", model="qwen3_4b", overrides=tuple(ONE_TRAINER), online=False),
+    "sft_4b": Case(recipe="sft_qwen3_8b", model="qwen3_4b", overrides=tuple(ONE_TRAINER), online=False, prompts=64),
+    "reward_model_1p7b": Case(
+        recipe="reward_model_qwen3_8b", model="qwen3_1p7b", overrides=tuple(ONE_TRAINER), online=False
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", choices=CASES, nargs="+")
+    parser.add_argument("--output", type=Path, default=HERE / "results/recipes.json")
+    parser.add_argument("--logs", type=Path, help="folder for the messages of the runs")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds of one case, its start included")
+    arguments = parser.parse_args()
+    result = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"cases": {}}
+    for name in arguments.cases:
+        with tempfile.TemporaryDirectory() as folder:
+            result["cases"][name] = measure(CASES[name], Path(folder), arguments.logs, name, arguments.limit_s)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.output.with_suffix(".md").write_text(table(result["cases"]) + "\n")
+        print(name, json.dumps(result["cases"][name]), flush=True)
+    print(table(result["cases"]))
+
+
+def measure(case: Case, folder: Path, logs: Path | None, name: str, limit_s: float) -> dict[str, Any]:
+    """Returns what was predicted and measured of one case."""
+    settings = overrides(case, folder)
+    predicted = planned(case, settings, folder)
+    log = (logs or folder) / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "rlframe.main", "--config-name", case.recipe, *settings]
+    begun = time.time()
+    with log.open("w") as file, Memory() as memory:
+        run = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        )
+        try:
+            steps = list(follow(folder / "run/metrics.jsonl", run, count=WARM_UP + STEPS, until=begun + limit_s))
+        finally:
+            stop(run)
+    if len(steps) < WARM_UP + 2:
+        raise SystemExit(f"{name}: {len(steps)} steps\n{log.read_text()[-6000:]}")
+    timeline = [json.loads(line) for line in (folder / "run/timeline.jsonl").read_text().splitlines()]
+    found: dict[str, Any] = {
+        "recipe": case.recipe,
+        "model": case.model,
+        "overrides": settings[2:],
+        "rc": ended.returncode,
+    }
+    found["start_s"] = next(phase["start_s"] for row in timeline for phase in row["phases"]) - begun
+    counted = [row for row in timeline if row["step"] > WARM_UP]
+    measured = {"memory_bytes": memory.peaks(counted), "seconds": medians(counted)}
+    for kind, values in measured.items():
+        found[kind] = {
+            phase: {"predicted": predicted[kind].get(phase), "measured": value} for phase, value in values.items()
+        }
+    return found
+
+
+def overrides(case: Case, folder: Path) -> list[str]:
+    """Returns the settings of the run, and writes its model's folder and its data."""
+    config = MODELS[case.model] | ({"num_hidden_layers": case.num_layers} if case.num_layers else {})
+    model = make_model(config, folder / "model", words=config["vocab_size"])
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records(case)))
+    found = {
+        "output": folder / "run",
+        "model.path": model,
+        "model.random_init": "true",
+        # The run is stopped after those that count, because its end would save a checkpoint.
+        "steps": 1000,
+        "prompts_per_step": case.prompts,
+        "data.path": data,
+        "data.evaluation_count": 0,
+        "data.evaluation_path": "null",
+        "evaluation.every_steps": 0,
+        "checkpoint.every_steps": 0,
+        "cluster.preflight": "off",
+    }
+    if case.online:
+        found |= {
+            "data.max_prompt_tokens": case.prompt_tokens,
+            "rollout.max_tokens": case.response_tokens,
+            "rollout.min_tokens": case.response_tokens,
+            "rollout.max_model_len": case.prompt_tokens + case.response_tokens,
+            "reward.parts": f"{{noise:{{name:'{HERE / 'even_characters.py'}:score'}}}}",
+        }
+    return [*(f"{key}={value}" for key, value in found.items()), *case.overrides]
+
+
+def records(case: Case) -> Iterable[dict[str, Any]]:
+    """Yields rows of the case's lengths, in words that are a token each."""
+    for row in range(case.prompts * (WARM_UP + STEPS + 2)):
+        text = {"prompt": words(row, case.prompt_tokens - 1), "answer": "w7"}
+        text |= {"response": words(row + 1, case.response_tokens - 1)}
+        text |= {
+            "chosen": words(row + 2, case.response_tokens - 1),
+            "rejected": words(row + 3, case.response_tokens - 1),
+        }
+        asked = {"dpo": ("prompt", "chosen", "rejected"), "reward": ("prompt", "chosen", "rejected")}
+        keys = asked.get(case.recipe.split("_")[0], ("prompt", "answer") if case.online else ("prompt", "response"))
+        yield {key: text[key] for key in keys}
+
+
+def words(seed: int, count: int) -> str:
+    """Returns `count` words of which no two rows have the same."""
+    return " ".join(f"w{3 + (seed * 7919 + place * 104729) % 100_000}" for place in range(count))
+
+
+def planned(case: Case, settings: list[str], folder: Path) -> dict[str, dict[str, float]]:
+    """Returns preflight's bytes of the fullest device and seconds of the step, by phase."""
+    file = folder / "plan.json"
+    lengths = ["--prompt-tokens", str(case.prompt_tokens), "--response-tokens", str(case.response_tokens)]
+    command = [sys.executable, "-m", "rlframe.tools.plan", "--json", str(file), *(lengths if case.online else [])]
+    command += ["--config-name", case.recipe, *settings]
+    subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
+    plan = json.loads(file.read_text())
+    phases = plan["devices"][0]["phases"]
+    memory = {phase: sum(part["bytes"] for part in parts) for phase, parts in phases.items()}
+    return {"memory_bytes": memory, "seconds": plan["seconds"]}
+
+
+def environment() -> dict[str, str]:
+    """Returns the environment of a command of this checkout."""
+    return os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+class Memory:
+    """The bytes that a device holds, sampled while the block runs."""
+
+    def __enter__(self) -> "Memory":
+        self.samples: list[tuple[float, float]] = []
+        query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        self._process = subprocess.Popen([*query, "-lms", str(SAMPLE_MS)], stdout=subprocess.PIPE, text=True)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        return self
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.samples.append((time.time(), float(line) * 2**20))
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._thread.join()
+
+    def peaks(self, timeline: list[Mapping[str, Any]]) -> dict[str, float]:
+        """Returns the greatest sample within each phase."""
+        found: dict[str, float] = {}
+        for phase, start, end in spans(timeline):
+            inside = [value for at, value in self.samples if start <= at <= end]
+            if inside:
+                found[phase] = max(found.get(phase, 0.0), *inside)
+        return found
+
+
+def spans(timeline: list[Mapping[str, Any]]) -> Iterable[tuple[str, float, float]]:
+    """Yields preflight's name, begin and end of every phase."""
+    for row in timeline:
+        for phase in row["phases"]:
+            if phase["name"] in PHASES:
+                yield PHASES[phase["name"]], phase["start_s"], phase["end_s"]
+
+
+def medians(timeline: list[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the median over steps of each phase's seconds."""
+    steps = []
+    for row in timeline:
+        seconds: dict[str, float] = {}
+        for phase, start, end in spans([row]):
+            seconds[phase] = seconds.get(phase, 0.0) + end - start
+        if seconds:
+            steps.append(seconds)
+    names = {name for seconds in steps for name in seconds}
+    return {name: statistics.median(seconds.get(name, 0.0) for seconds in steps) for name in sorted(names)}
+
+
+def table(cases: Mapping[str, Any]) -> str:
+    """Returns the comparison in Markdown."""
+    lines = [
+        "| case | phase | GB predicted | measured | error | s predicted | measured | error |",
+        "|---|---|" + "---:|" * 6,
+    ]
+    for name, case in cases.items():
+        for phase in case["seconds"]:
+            memory, seconds = case["memory_bytes"].get(phase), case["seconds"][phase]
+            cells = [name, phase, *compared(memory, 1e9, ".1f"), *compared(seconds, 1.0, ".2f")]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def compared(pair: Mapping[str, float | None] | None, unit: float, digits: str) -> list[str]:
+    """Returns predicted, measured and relative error for a table."""
+    if pair is None:
+        return ["-"] * 3
+    predicted, value = pair["predicted"], pair["measured"]
+    error = f"{100 * (predicted / value - 1):+.1f} %" if predicted and value else "-"
+    return ["-" if number is None else f"{number / unit:{digits}}" for number in (predicted, value)] + [error]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Compiled code and CUDA graphs of the engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.tools.explain_gap.rung import Rung, Subject
+
+
+class CudaGraphs(Rung):
+    """Runs the engine without compilation and without CUDA graphs."""
+
+    place = 70
+    name = "cuda_graphs"
+    question = "Do compilation and CUDA graphs change the engine's numbers?"
+    remedy = "rollout.enforce_eager=true"
+    cost = "slower decoding, the more so the smaller the model"
+    redraws = True
+
+    def refusal(self, subject: Subject) -> str:
+        """See Rung."""
+        if not hasattr(subject.run.rollout, "enforce_eager"):
+            return f"rollout.name={subject.engine} neither compiles nor captures graphs"
+        if subject.engine == "sglang" and not subject.cuda:
+            return "SGLang on a CPU neither compiles nor captures graphs"
+        return "rollout.enforce_eager=true already" if subject.run.rollout.enforce_eager else ""
+
+    def settings(self, subject: Subject) -> Mapping[str, Any]:
+        """See Rung."""
+        return {"rollout.enforce_eager": True}
+
+
+RUNG = CudaGraphs()

@@ -29,6 +29,7 @@ def told(folder: Path) -> list[tuple[int, str, str, str]]:
     return [(line["step"], line["role"], line["of"], line["text"]) for line in lines]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_warnings_of_a_worker_are_gathered_once(worker: OwnWarnings, tmp_path: Path) -> None:
     logging.getLogger("rlframe.megatron").warning("rank %d is slow", 3)
     with warnings.catch_warnings():

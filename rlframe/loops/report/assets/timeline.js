@@ -1,17 +1,16 @@
 // Where the time of a run went: by step, and by role with the time in which it waited.
 
 const PHASE_COLOURS = {
-  rollout: "#e07b39",
-  reward: "#c9a227",
-  train: "#4080ec",
-  weight_sync: "#2a9d6f",
-  evaluation: "#b84fb8",
+  rollout: "#e69f00",
+  reward: "#f0c808",
+  train: "#0072b2",
+  weight_sync: "#009e73",
+  evaluation: "#cc79a7",
   checkpoint: "#8d6e63",
-  reference: "#4aa8c0",
+  reference: "#56b4e9",
   old_logprobs: "#7a6ff0",
   other: "#8a94a3",
   probe: "#6b8e23",
-  samples: "#d1495b",
   account: "#b8b04a",
   record: "#a0785a",
   data: "#c9a227",
@@ -54,7 +53,7 @@ function stepTimes(run) {
       barmode: "stack",
       bargap: 0.05,
       showlegend: true,
-      legend: { orientation: "h", y: -0.16 },
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
       yaxis: { title: { text: "seconds" } },
       xaxis: { title: { text: "step" } },
       margin: { l: 60, r: 12, t: 8, b: 60 },
@@ -98,7 +97,8 @@ function lanes(run, steps) {
   );
 }
 
-// A row for each engine that samples all the time: the darker, the more of the time it had something to answer.
+// A row for each engine that samples all the time: the stronger its colour, the more of the time it had something to
+// answer.
 function engineLanes(steps, begin) {
   const lines = steps.filter((line) => line.engines);
   const bars = lines.flatMap(({ step, engines }) =>
@@ -109,7 +109,7 @@ function engineLanes(steps, begin) {
     {
       type: "bar",
       orientation: "h",
-      name: "sampling (the darker, the busier)",
+      name: "sampling (the stronger, the busier)",
       marker: { color: bars.map(({ share }) => `rgba(0,158,115,${(0.08 + 0.92 * share).toFixed(3)})`) },
       y: bars.map(({ place }) => `engine ${place}`),
       x: bars.map(({ engines }) => engines.end_s - engines.start_s),
@@ -140,8 +140,7 @@ function attemptCharts(run) {
   const plot = (traces, title) =>
     chart(traces, {
       showlegend: true,
-      legend: { orientation: "h", y: -0.25 },
-      xaxis: { title: { text: "step" } },
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
       yaxis: { title: { text: title }, rangemode: "tozero" },
     });
   const states = named("rollout/attempts_at_");
@@ -189,7 +188,7 @@ function timelineTab() {
     ];
   const asynchronous = Number(run.settings["loop.max_policy_lag"]) > 0;
   const note = asynchronous
-    ? "The engines of this run sample all the time and have a row each, the darker, the more of a step's time they were busy (time/engine_idle_fraction is the rest). The driver's rollout is its wait for them."
+    ? "The engines of this run sample all the time and have a row each: the stronger its colour, the more of a step's time the engine was busy (time/engine_idle_fraction is the rest). The driver's rollout is its wait for them."
     : "A role that has no bar waits. The driver is the loop itself: what needs no role of its own, such as syncs of weights.";
   const last = steps.slice(-10);
   const holder = el("div", { class: "card" });

@@ -20,8 +20,10 @@ NEWEST ?= .venv312
 
 QUICK = tests/unit tests/contracts tests/meta
 ALL = tests/multiprocess tests/e2e tests/gpu tests/campaigns tests/mutations $(QUICK)
-# Tests wait for a part of their time, on pauses, limits and other processes, which a third file at a time uses.
-PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder -n 3
+# Tests wait for a part of their time, on pauses, limits and other processes, which a third file at a time uses. One that
+# waits for what never comes ends after ten minutes, with the stacks of its process.
+PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder -n 3 \
+	-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MEGATRON = tests/unit/megatron tests/contracts/test_model_family.py tests/multiprocess/megatron tests/multiprocess/checkpoint \
 	tests/multiprocess/runs/test_resume.py tests/e2e/test_runs.py
 USUAL = -m "not thorough and not engine"

@@ -98,7 +98,22 @@ function overviewTab() {
     cards,
     el("h2", {}, "Where the time went"),
     el("div", { class: "card" }, phaseBar(runs[0].run)),
+    ...profileLinks(runs[0].run),
   ];
+}
+
+// The files of profiled steps, which lie beside the page.
+function profileLinks(run) {
+  if (!run.profiles.length) return [];
+  const rows = run.profiles.map(({ step, files }) => [
+    `step ${step}`,
+    el(
+      "span",
+      {},
+      files.flatMap(({ name, address }) => [el("a", { href: address.split("/").map(encodeURIComponent).join("/") }, name), " "]),
+    ),
+  ]);
+  return [el("h2", {}, "Profiles"), el("div", { class: "card" }, table(["", "files"], rows))];
 }
 
 // What distinguishes the runs, and where they ended.

@@ -81,9 +81,12 @@ function lanes(run, steps) {
     customdata: own.map((each) => [each.step, each.end_s - each.start_s]),
     hovertemplate: `${plain(name)}, step %{customdata[0]}: %{customdata[1]:.3f} s<extra></extra>`,
   }));
+  const engines = engineLanes(steps, begin);
+  const rows = new Set([...traces, ...engines].flatMap((trace) => trace.y));
   return chart(
-    traces,
+    [...traces, ...engines],
     {
+      height: Math.max(340, 130 + 26 * rows.size),
       barmode: "overlay",
       hovermode: "closest",
       showlegend: true,
@@ -93,6 +96,75 @@ function lanes(run, steps) {
     },
     true,
   );
+}
+
+// A row for each engine that samples all the time: the darker, the more of the time it had something to answer.
+function engineLanes(steps, begin) {
+  const lines = steps.filter((line) => line.engines);
+  const bars = lines.flatMap(({ step, engines }) =>
+    engines.busy_s.map((busy, place) => ({ step, engines, place, share: shareOf(busy, engines) })),
+  );
+  if (!bars.length) return [];
+  return [
+    {
+      type: "bar",
+      orientation: "h",
+      name: "sampling (the darker, the busier)",
+      marker: { color: bars.map(({ share }) => `rgba(0,158,115,${(0.08 + 0.92 * share).toFixed(3)})`) },
+      y: bars.map(({ place }) => `engine ${place}`),
+      x: bars.map(({ engines }) => engines.end_s - engines.start_s),
+      base: bars.map(({ engines }) => engines.start_s - begin),
+      customdata: bars.map(({ step, share }) => [step, 100 * share]),
+      hovertemplate: "%{y}, step %{customdata[0]}: busy %{customdata[1]:.3g} % of the time<extra></extra>",
+    },
+  ];
+}
+
+function shareOf(busy, { start_s, end_s }) {
+  return end_s > start_s ? Math.min(1, busy / (end_s - start_s)) : 0;
+}
+
+// Lag of the trained tokens, and what attempts wait for, over the steps of an asynchronous run.
+function attemptCharts(run) {
+  const named = (prefix) => run.curves.filter((curve) => curve.name.startsWith(prefix));
+  const lines = (curves, prefix, extra) =>
+    curves.map((curve, place) => ({
+      x: curve.steps,
+      y: curve.values,
+      name: plain(curve.name.slice(prefix.length)).replaceAll("_", " "),
+      mode: curve.steps.length < 30 ? "lines+markers" : "lines",
+      line: { color: PALETTE[place % PALETTE.length], width: 1.8 },
+      hovertemplate: "%{y:.4g}<extra>%{fullData.name}</extra>",
+      ...extra,
+    }));
+  const plot = (traces, title) =>
+    chart(traces, {
+      showlegend: true,
+      legend: { orientation: "h", y: -0.25 },
+      xaxis: { title: { text: "step" } },
+      yaxis: { title: { text: title }, rangemode: "tozero" },
+    });
+  const states = named("rollout/attempts_at_");
+  const groups = ["rollout/open_groups", "rollout/waiting_groups"].map((name) => curveOf(run, name)).filter(Boolean);
+  const lags = named("rollout/lag_");
+  if (!lags.length && !states.length) return [];
+  const card = (title, text, node) => el("section", { class: "card" }, el("h3", {}, title), el("p", { class: "quiet meaning" }, text), node);
+  return [
+    el("h2", {}, "Attempts that go on while the policy trains"),
+    el(
+      "div",
+      { class: "grid" },
+      lags.length
+        ? card("Lag", "How many updates older than the policy its tokens were, at the step that trained on them.", plot(lines(lags, "rollout/"), "updates"))
+        : null,
+      states.length
+        ? card("Attempts by what they wait for", "At the end of each step.", plot(lines(states, "rollout/attempts_at_", { stackgroup: "all" }), "attempts"))
+        : null,
+      groups.length
+        ? card("Groups", "Open: under way or done. Waiting: done, for a step to train on them.", plot(lines(groups, "rollout/"), "groups"))
+        : null,
+    ),
+  ];
 }
 
 function roleRows(run) {
@@ -117,7 +189,7 @@ function timelineTab() {
     ];
   const asynchronous = Number(run.settings["loop.max_policy_lag"]) > 0;
   const note = asynchronous
-    ? "The engines of this run sample all the time; their row shows when the loop waited for them. How idle they were is rollout/engine_idle_fraction."
+    ? "The engines of this run sample all the time and have a row each, the darker, the more of a step's time they were busy (time/engine_idle_fraction is the rest). The driver's rollout is its wait for them."
     : "A role that has no bar waits. The driver is the loop itself: what needs no role of its own, such as syncs of weights.";
   const last = steps.slice(-10);
   const holder = el("div", { class: "card" });
@@ -135,6 +207,7 @@ function timelineTab() {
     holder,
     el("h2", {}, "Roles over the whole run"),
     el("div", { class: "card" }, table(["role", "busy", "waiting", "share waiting", "phases"], roleRows(run))),
+    ...attemptCharts(run),
   );
   return parts;
 }

@@ -1,4 +1,4 @@
-"""Where the releases of Megatron-Core differ: 0.16, the newest for Python 3.11, and 0.19, the newest for Python 3.12.
+"""Differences between the releases of Megatron-Core: 0.16, the newest for Python 3.11, and 0.19, the newest for 3.12.
 
 All other code of rlframe is the same for both. Each entry says what either release does, where upstream changed it, and
 when it can go: most of them with 0.16, and so with Python 3.11.

@@ -82,6 +82,7 @@ class RunConfig:
     """Settings of mode=self_test."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Settings of profiles of single steps."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

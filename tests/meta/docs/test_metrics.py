@@ -10,7 +10,7 @@ from rlframe.attempts.sessions.calls import Trouble
 from rlframe.attempts.turns import Event, WaitsFor
 from tests.meta.checkout import ROOT
 
-AREAS = "cluster|critic|data|environment|evaluation|memory|moe|reward|rollout|throughput|time|train|weight_sync"
+AREAS = "cluster|critic|data|environment|evaluation|memory|moe|profile|reward|rollout|throughput|time|train|weight_sync"
 KEY = re.compile(rf"(?:{AREAS})/[A-Za-z0-9_*{{]+(?:/[A-Za-z0-9_*]+)?")
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 CRITIC = "rlframe/algorithms/critic.py"

@@ -142,7 +142,7 @@ class Profiler:
                 self._enter()
 
     def _enter(self) -> None:
-        """Tells the processes the innermost phase under way."""
+        """Sends the processes the innermost phase under way."""
         name = self._phases[-1] if self._phases else ""
         self._ask("profile", lambda each: each.workers.ask(each.rank, Worker.enter_phase, name))
 

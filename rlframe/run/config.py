@@ -85,6 +85,7 @@ class RunConfig:
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
     """Settings of what a run says when something is wrong with it."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Settings of profiles of single steps."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -56,6 +56,8 @@ ALLOWED = {
     "rlframe/rollout/served/recording.py:random_weights": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:generate": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:_ask": IN_A_CALL,
+    "rlframe/rollout/sglang/engine.py:begin_profile": IN_A_CALL,
+    "rlframe/rollout/sglang/engine.py:end_profile": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:score": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:top": IN_A_CALL,
     "rlframe/rollout/sglang/host.py:_serve": "the host of an engine serves until its pipe closes",

@@ -1,4 +1,4 @@
-"""What a process is told to record, and what records it. Imports no torch."""
+"""The request to record a process, and the recorders that follow it. Imports no torch."""
 
 import pathlib
 from contextlib import AbstractContextManager
@@ -10,7 +10,7 @@ from rlframe.cluster.profiling.config import Tool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is to be recorded, and where it is written."""
+    """The record that is wanted, and where it is written."""
 
     tool: Tool
     folder: str

@@ -17,6 +17,8 @@ from rlframe.cluster.profiling.request import Request
 
 EVERY_S = 0.01
 """Seconds between two samples."""
+END_S = 10.0
+"""Seconds that the last sample may take."""
 MOST_FRAMES = 200
 """Greatest depth of a stack that is kept; the frames nearest to the work."""
 
@@ -42,7 +44,7 @@ class StackSampler:
     def stop(self) -> None:
         """Ends the samples."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(END_S)
 
     def _run(self) -> None:
         while not self._ended.wait(EVERY_S):

@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(kw_only=True, slots=True)
 class Summary:
-    """What the profile of one process says. A value is None where the profile cannot tell."""
+    """The content of the profile of one process. A value is None where the profile cannot tell."""
 
     files: list[str] = field(default_factory=list)
     """Names of the files."""

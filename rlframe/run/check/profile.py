@@ -32,7 +32,12 @@ def processes(run: RunConfig) -> Iterator[Fault]:
     if not profile.steps:
         return
     if run.mode is not Mode.TRAIN:
-        yield Fault("profile.steps", f"must be [] with mode={run.mode}", got=profile.steps, why="it has no steps")
+        yield Fault(
+            "profile.steps",
+            f"must be [] with mode={run.mode}",
+            got=profile.steps,
+            why="the steps of training are profiled",
+        )
         return
     if late := [step for step in profile.steps if step > run.steps]:
         yield Fault("profile.steps", f"must not exceed steps={run.steps}", got=late)

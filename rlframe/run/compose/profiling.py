@@ -27,6 +27,8 @@ def engine_profile(parts: Parts) -> EngineProfile | None:
 def profiler(parts: Parts, loop: Loop) -> Profiler:
     """Returns what records the steps of a loop."""
     chosen = processes_of(parts)
+    if done := [step for step in parts.config.profile.steps if step <= (parts.done_steps or 0)]:
+        loop.metrics.print_line(f"warning: profile.steps: {done} are done already, and are not profiled")
     workers: dict[str, WorkerGroup] = {group.role: group.workers for group in parts.groups}
     if isinstance(loop, OnlineLoop):
         workers |= {ENGINES: loop.rollout.workers, RUNNER: loop.attempts.workers}

@@ -25,7 +25,7 @@ def test_calls_lie_in_their_phase_and_threads_are_seen(tmp_path: Path) -> None:
     recording = Recording(recorder(request(tmp_path)), request(tmp_path))
     recording.phase = "train"
     with recording.call("policy.train"):
-        torch.ones(4, 4) @ torch.ones(4, 4)
+        torch.mm(torch.ones(4, 4), torch.ones(4, 4))
         work = threading.Thread(target=lambda: torch.ones(3).cumsum(0))
         work.start()
         work.join()

@@ -14,6 +14,10 @@ def event(name: str, ts: float, dur: float, *, cat: str = "cpu_op", tid: int = 1
     return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur}
 
 
+def in_microseconds(rows: list[Row]) -> list[tuple[str, int, int]]:
+    return [(row.name, round(row.seconds * 1e6), row.count) for row in rows]
+
+
 def trace(folder: Path, *events: dict[str, Any]) -> Path:
     file = folder / "policy_0.json.gz"
     file.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "thread_name"}]}).encode()))
@@ -35,11 +39,11 @@ def test_the_own_time_of_an_operator_is_without_those_inside_it(tmp_path: Path) 
     assert found.files == ["policy_0.json.gz"]
     assert found.seconds == pytest.approx(1e-3)
     assert found.phases == {"train": pytest.approx(1e-3), "rollout": 0.0}
-    assert found.operators == [
-        Row(name="aten::mm", seconds=pytest.approx(500e-6), count=2),
-        Row(name="aten::mul", seconds=pytest.approx(300e-6), count=1),
-        Row(name="aten::linear", seconds=pytest.approx(100e-6), count=1),
-        Row(name="aten::t", seconds=pytest.approx(100e-6), count=1),
+    assert in_microseconds(found.operators) == [
+        ("aten::mm", 500, 2),
+        ("aten::mul", 300, 1),
+        ("aten::linear", 100, 1),
+        ("aten::t", 100, 1),
     ]
     assert found.collectives_fraction == 0 and found.gpu_busy_fraction is None
 
@@ -66,7 +70,7 @@ def test_gaps_are_where_no_kernel_runs_on_any_stream(tmp_path: Path) -> None:
     assert found.gaps == 1, "10 us are the time of a launch"
     assert found.longest_gap_s == pytest.approx(200e-6)
     assert found.collectives_fraction == pytest.approx(0.2)
-    assert found.kernels[0] == Row(name="gemm", seconds=pytest.approx(690e-6), count=3)
+    assert in_microseconds(found.kernels)[0] == ("gemm", 690, 3)
 
 
 def test_a_trace_without_events_says_so(tmp_path: Path) -> None:

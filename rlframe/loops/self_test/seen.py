@@ -1,4 +1,4 @@
-"""What a self test has seen of a run: plain numbers, from which the checks judge."""
+"""The observations of a self test: plain numbers, from which the checks judge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ NUM_BANDS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What the checks must know of the settings."""
+    """The facts about the settings that the checks must know."""
 
     online: bool
     """Whether engines sample what the policy trains on."""
@@ -71,7 +71,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSeen:
-    """What was seen after a step."""
+    """The observations after a step."""
 
     step: int
     metrics: Mapping[str, float]
@@ -124,7 +124,7 @@ class SyncSeen:
     disturbed: str = ""
     """Name of the tensor of which one bit was changed in an engine."""
     noticed: str = ""
-    """What the proof said of it. Empty if it saw nothing."""
+    """Words of the proof about it. Empty if it saw nothing."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,8 +12,8 @@ WARM_UP_STEPS = 2
 NUM_SHOWN = 6
 """Greatest number of sizes that are shown."""
 COMPILED = 5
-"""Factor of the limit where each new shape adds to a cache of kernels: the main job in bfloat16 on a CPU adds 100 MB in the
-third step and 20 in the twelfth."""
+"""Factor of the limit where each new shape adds to a cache of kernels: the main job in bfloat16 on a CPU adds 100 MB in
+the third step and 20 in the twelfth."""
 SHARE = 0.005
 """Fraction of a process's memory by which it may grow in a step, if that is more than the limit."""
 

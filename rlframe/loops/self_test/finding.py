@@ -1,4 +1,4 @@
-"""What a check says, and the base of all checks."""
+"""The findings of checks, and the base of all checks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -26,11 +26,11 @@ class Finding:
     """Subject in a few words."""
     verdict: Verdict
     value: str
-    """What was found, in words for a person."""
+    """The result, in words for a person."""
     threshold: str = ""
-    """What a PASS needs."""
+    """The condition of a PASS, in words."""
     look: str = ""
-    """What to look at if it is no PASS."""
+    """Advice if it is no PASS."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """The same in numbers, for programs."""
 

@@ -126,7 +126,7 @@ class Procedure(ABC, Generic[AnyLoop]):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the model's head gives logprobs."""
+        """Returns whether the model's head gives logprobs."""
         return self.loop.algorithm.model_outputs is None
 
     def memory(self) -> dict[str, MemoryInUse]:

@@ -1,4 +1,4 @@
-"""What a self test has seen of a run: plain numbers, from which the checks judge."""
+"""The observations of a self test: plain numbers, from which the checks judge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +18,8 @@ FLOAT32_LIMIT_NATS, ROUNDED_LIMIT_NATS = 0.003, 0.06
 """Limits of the mean difference between engine and trainer where both compute in float32, and otherwise."""
 ONE_TOKEN = 20
 """Factor by which a single token may differ more than the mean, where rounding may choose another expert."""
+UNLIKELY_TOKENS = 6
+"""Factor by which tokens that nobody sampled may differ more: where logits are far apart, rounding is coarse."""
 WARNING_SHARE = 1 / 3
 """Fraction of a limit from which on a check warns."""
 NUM_BANDS = 4
@@ -25,7 +27,7 @@ NUM_BANDS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What the checks must know of the settings."""
+    """The facts about the settings that the checks must know."""
 
     online: bool
     """Whether engines sample what the policy trains on."""
@@ -42,6 +44,8 @@ class Facts:
     needs_reference: bool = False
     single_turn: bool = True
     """Whether no environment answers the policy."""
+    compiles: bool = False
+    """Whether each new shape of a batch adds kernels to a cache, as oneDNN does for bfloat16 on a CPU."""
     dropout: bool = False
     """Whether training drops activations at random."""
 
@@ -71,7 +75,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSeen:
-    """What was seen after a step."""
+    """The observations after a step."""
 
     step: int
     metrics: Mapping[str, float]
@@ -124,7 +128,7 @@ class SyncSeen:
     disturbed: str = ""
     """Name of the tensor of which one bit was changed in an engine."""
     noticed: str = ""
-    """What the proof said of it. Empty if it saw nothing."""
+    """Words of the proof about it. Empty if it saw nothing."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -164,6 +168,11 @@ class Seen:
         if self.settings.gap_limit_nats is not None:
             return self.settings.gap_limit_nats
         return FLOAT32_LIMIT_NATS if self.facts.float32 else ROUNDED_LIMIT_NATS
+
+    @property
+    def limit_of_fixed_nats(self) -> float:
+        """Limit of the mean difference of sequences that nobody sampled."""
+        return self.limit_nats if self.facts.float32 else UNLIKELY_TOKENS * self.limit_nats
 
     @property
     def limit_of_one_nats(self) -> float:

@@ -76,7 +76,7 @@ def write(folder: Path, findings: Mapping[str, Sequence[Finding]]) -> None:
 
 
 def require_no_fault(findings: Mapping[str, Sequence[Finding]]) -> None:
-    """Returns unless a check has failed.
+    """Ends the run with an error if a check has failed.
 
     Raises:
         SelfTestFailed: some have.

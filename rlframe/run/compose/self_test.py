@@ -125,5 +125,6 @@ def facts(parts: Parts, algorithm: Algorithm) -> Facts:
         deterministic=train.deterministic or parts.device.type == "cpu",
         needs_reference=algorithm.needs_reference,
         single_turn=not answers(config.environment),
+        compiles=parts.device.type == "cpu" and train.dtype is Dtype.BFLOAT16,
         dropout=train.lora is not None and train.lora.dropout > 0,
     )

@@ -24,7 +24,9 @@ class GapCheck(Check):
         largest = max(gap.max_nats for gap in gaps)
         note = f" on average, {largest:.3g} at most"
         yield bounded("gap of sampled tokens", max(gap.mean_nats for gap in gaps), limit, look=LOOK, note=note)
-        yield bounded("gap of fixed tokens", max(map(fixed, steps)), limit, look=LOOK, note=" on average")
+        yield bounded(
+            "gap of fixed tokens", max(map(fixed, steps)), seen.limit_of_fixed_nats, look=LOOK, note=" on average"
+        )
         yield by_position(seen)
         yield by_step(seen, [gap.mean_nats for gap in gaps])
 

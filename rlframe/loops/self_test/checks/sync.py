@@ -35,8 +35,7 @@ class Sync(Check):
         yield bounded(
             "gap after the change",
             sync.gap_nats,
-            # Weights of the wrong sign are no trained model: its logprobs are far apart, and so are rounded ones.
-            limit if seen.facts.float32 else 4 * limit,
+            seen.limit_of_fixed_nats,
             look="some weights of an engine did not follow the trainer's, although their digests did: a layer that is "
             "left out of the sync, a second copy, or a cache",
             note=" on average",

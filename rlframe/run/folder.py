@@ -28,6 +28,7 @@ FREE_ON_RESUME = (
     "output",
     "steps",
     "logging",
+    "profile",
     "cluster",
     "data.cache_folder",
     "data.cache_gb",

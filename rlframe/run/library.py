@@ -9,6 +9,7 @@ from rlframe.run.check import check
 from rlframe.run.compose.run import run as run_loop
 from rlframe.run.config import RunConfig
 from rlframe.run.folder import claim
+from rlframe.utils.errors import RlframeError
 
 
 def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
@@ -37,7 +38,10 @@ def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, f
         observers = Callbacks(callbacks, stop)
         try:
             return run_loop(config, stop, callbacks=observers)
-        except Stopped:
+        except Stopped as stopped:
+            # By an alert, or because a process of Ray died.
+            if stop.code == 1:
+                raise RlframeError(str(stopped)) from None
             if not observers.asked:
                 raise
             observers.on_end()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.utils.memory import used
 from rlframe.weight_sync.border import DestinationInfo, DestinationRank, Held, Received, Sent, SourceInfo, SourceRank
 from rlframe.weight_sync.host_copy import HostCopy
 from rlframe.weight_sync.layout.boxes import Region
@@ -199,7 +200,7 @@ class WeightDestination(DestinationRank):
             pull_s = time.perf_counter() - start
             digests = self.digests()
             verify_s = time.perf_counter() - start - pull_s
-        return Received(digests=digests, pull_s=pull_s, verify_s=verify_s, num_bytes=self._num_bytes)
+        return Received(digests=digests, pull_s=pull_s, verify_s=verify_s, num_bytes=self._num_bytes, memory=used())
 
     def digests(self) -> NDArray[np.uint64]:
         """Returns [tensors of the layout] digest shares of this rank's memory; after a reload, of the tensors it last
@@ -237,11 +238,11 @@ class WeightDestination(DestinationRank):
         the tensor."""
         if self.layout is not None:
             name, boxes = next(iter(self.layout.boxes.items()))
-            element = boxes[0].view(self._parameters)[:1, :1]
+            held = boxes[0].view(self._parameters)
         else:
-            name, value = next((name, value) for name, value in self._parameters.items() if value.dtype in BITS)
-            element = value.view(-1)[:1]
-        element.view(torch.uint8).bitwise_xor_(1)
+            name, held = next((name, value) for name, value in self._parameters.items() if value.dtype in BITS)
+        first = held.as_strided((1,), (1,))
+        first.view(torch.uint8)[:1].bitwise_xor_(1)
         return name
 
     def clear_padding(self) -> None:

@@ -1,12 +1,12 @@
 """Faults to plant in the processes of a run, for `tests.campaigns.self_tests`.
 
-A run names this file as a reward, so that it is read in the driver and in every worker before anything starts there.
-It then plants the fault that the environment variable RLFRAME_PLANTED names.
+A run names this file as one with a check of one's own, so that it is read in the driver and in every worker before
+anything starts there. It then plants the fault that the environment variable RLFRAME_PLANTED names.
 """
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -15,15 +15,20 @@ import numpy as np
 import torch
 
 from rlframe.loops import online
+from rlframe.loops.self_test.finding import Check, Finding
+from rlframe.loops.self_test.seen import Seen
 from rlframe.types.rollout import FinishReason
 
 VARIABLE = "RLFRAME_PLANTED"
 LEAK_BYTES = 80_000_000
 
 
-def score(response: str, answer: str | None = None) -> float:
-    """A reward that random answers earn."""
-    return sum(ord(character) % 2 == 0 for character in response) / max(1, len(response))
+class Planted(Check):
+    """Finds nothing."""
+
+    def findings(self, seen: Seen) -> Iterator[Finding]:
+        """See Check."""
+        yield from ()
 
 
 def changed(owner: Any, name: str, change: Callable[..., Any]) -> None:
@@ -38,27 +43,33 @@ def changed(owner: Any, name: str, change: Callable[..., Any]) -> None:
 
 
 def in_engine(plant: Callable[[Any], None]) -> None:
-    """Plants a fault in each engine when it has started."""
-    from rlframe.rollout.fleet.worker import RolloutWorker
+    """Plants a fault in each engine when it is built."""
+    # Ray has the actor's own methods by then.
+    from rlframe.rollout.transformers.engine import TransformersEngine
 
-    def start(original: Any, worker: Any, *arguments: Any, **named: Any) -> Any:
-        started = original(worker, *arguments, **named)
-        plant(worker.engine)
-        return started
+    def build(original: Any, engine: Any, *arguments: Any, **named: Any) -> None:
+        original(engine, *arguments, **named)
+        plant(engine)
 
-    changed(RolloutWorker, "start", start)
+    changed(TransformersEngine, "__init__", build)
 
 
 def in_trainer(plant: Callable[[Any], None]) -> None:
-    """Plants a fault in each rank of the policy when it has started."""
-    from rlframe.megatron.worker.worker import MegatronWorker
+    """Plants a fault in each rank of the policy when it is built."""
+    from rlframe.megatron.worker import worker
 
-    def start(original: Any, worker: Any, *arguments: Any, **named: Any) -> Any:
-        started = original(worker, *arguments, **named)
-        plant(worker.trainer)
-        return started
+    def build(original: Any, trainer: Any, *arguments: Any, **named: Any) -> None:
+        original(trainer, *arguments, **named)
+        plant(trainer)
 
-    changed(MegatronWorker, "start", start)
+    def prepare(original: Any, setup: Any) -> None:
+        original(setup)
+        # Not before it: Megatron looks at torch when it is imported.
+        from rlframe.megatron.worker.trainer import Trainer
+
+        changed(Trainer, "__init__", build)
+
+    changed(worker, "prepare", prepare)
 
 
 def in_batch(plant: Callable[[Any], Any]) -> None:
@@ -291,13 +302,17 @@ def noise() -> None:
 
 def leak() -> None:
     """A rank of the policy keeps something of every step."""
-    from rlframe.megatron.worker.worker import MegatronWorker
 
-    def fingerprint(original: Any, worker: Any) -> Any:
-        worker.kept = [*getattr(worker, "kept", []), bytearray(os.urandom(1024)) * (LEAK_BYTES // 1024)]
-        return original(worker)
+    def plant(trainer: Any) -> None:
+        from rlframe.megatron.worker.trainer import Trainer
 
-    changed(MegatronWorker, "fingerprint", fingerprint)
+        def fingerprint(original: Any, mine: Any) -> Any:
+            trainer.kept = [*getattr(trainer, "kept", []), bytearray(os.urandom(1024)) * (LEAK_BYTES // 1024)]
+            return original(mine)
+
+        changed(Trainer, "fingerprint", fingerprint)
+
+    in_trainer(plant)
 
 
 def rounded_head() -> None:

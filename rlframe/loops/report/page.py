@@ -18,6 +18,7 @@ from rlframe.loops.report.attempts import MOST_BYTES, attempts
 from rlframe.loops.report.curves import curves
 from rlframe.loops.report.ended import ended
 from rlframe.loops.report.files import json_lines, read_yaml, settings_of
+from rlframe.loops.report.profiles import profiles
 from rlframe.loops.report.times import times
 from rlframe.loops.reporting.samples import sample_files
 from rlframe.loops.reporting.warned import DRIVER
@@ -38,17 +39,18 @@ def write_page(outputs: Sequence[Path], to: Path) -> int:
     Raises:
         OutputError: a folder is not that of a run, or the file cannot be written.
     """
-    runs = [run_of(output, most_bytes=MOST_BYTES // len(outputs)) for output in outputs]
+    runs = [run_of(output, most_bytes=MOST_BYTES // len(outputs), page=to.parent) for output in outputs]
     page = render({"made_at": time.time(), "runs": runs}).encode()
     write_whole(to, page)
     return len(page)
 
 
-def run_of(output: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def run_of(output: Path, *, most_bytes: int = MOST_BYTES, page: Path | None = None) -> dict[str, Any]:
     """Returns everything about a run that the page shows.
 
     Args:
         most_bytes: greatest size of its rollouts.
+        page: folder of the page, to which links are relative; None means that of the run.
     """
     settings = settings_of(output)
     records = list(json_lines(output / "metrics.jsonl"))
@@ -62,6 +64,7 @@ def run_of(output: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
         "curves": curves(records),
         "times": times(json_lines(output / "timeline.jsonl")),
         "warnings": warnings(output),
+        "profiles": profiles(output, page=page or output),
         "attempts": attempts(output, most_bytes=most_bytes),
         "sampled_steps": len({step for step, _, _ in sample_files(output)}),
         "ended": ended(output),

@@ -3,9 +3,9 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rlframe.cluster.memory import MemoryInUse, in_use
 from rlframe.cluster.worker_group import WorkerGroup
@@ -36,7 +36,7 @@ from rlframe.weight_sync.border import DestinationRank
 logger = logging.getLogger(__name__)
 AnyLoop = TypeVar("AnyLoop", OnlineLoop, OfflineLoop)
 PHASE = "self_test"
-FACTORS = (0.5, 0.8, 1.25, 2.0)
+FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 """Temperatures to try, as factors of that of the settings. 1 is tried too: no temperature at all."""
 NUM_SEQUENCES = 64
 """Greatest number of sequences that are looked at several times."""
@@ -60,25 +60,21 @@ class Noted(Callback):
         self.metrics = metrics
 
 
+@dataclass(kw_only=True)
 class Procedure(ABC, Generic[AnyLoop]):
     """The steps and what is looked at after each of them."""
 
-    def __init__(
-        self,
-        loop: AnyLoop,
-        *,
-        settings: SelfTestConfig,
-        facts: Facts,
-        noted: Noted,
-        groups: Mapping[str, WorkerGroup],
-    ):
-        """
-        Args:
-            noted: a callback of the loop.
-            groups: the processes whose memory is measured, by role.
-        """
-        self.loop, self.noted, self._groups = loop, noted, groups
-        self.seen = Seen(settings=settings, facts=facts)
+    loop: AnyLoop
+    settings: SelfTestConfig
+    facts: Facts
+    noted: Noted
+    """A callback of the loop."""
+    groups: Mapping[str, WorkerGroup[Any]]
+    """The processes whose memory is measured, by role."""
+    seen: Seen = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = Seen(settings=self.settings, facts=self.facts)
 
     def run(self) -> Seen:
         """Runs the steps and the experiments. An error of the run ends it early, and is part of what was seen."""
@@ -86,7 +82,7 @@ class Procedure(ABC, Generic[AnyLoop]):
         try:
             self.seen.weights = self._digest()
             loop.schedule.begin()
-            steps = loop.schedule.stop.steps(1, self.seen.settings.steps, settle=lambda: None)
+            steps = loop.schedule.stop.steps(1, self.settings.steps, settle=lambda: None)
             for step in steps:
                 loop.step(step)
                 self.look(step)
@@ -121,7 +117,10 @@ class Procedure(ABC, Generic[AnyLoop]):
                 again = float((loop.policy.logprobs(batch) - seen.logprobs).abs().max())
                 if loop.algorithm.needs_reference:
                     seen.reference = loop.policy.logprobs(batch, reference=True)
-            losses = twice(lambda: loop.policy.evaluate(batch))
+            whole = batch
+            if loop.algorithm.needs_entropies:
+                whole = loop.algorithm.with_entropies(batch, loop.policy.entropies(batch))
+            losses = twice(lambda: loop.policy.evaluate(whole))
             trained = twice(lambda: loop.policy.train(batch).metrics)
         seen.repeats = Repeats(logprobs=again, losses=losses, trained=trained)
 
@@ -133,7 +132,7 @@ class Procedure(ABC, Generic[AnyLoop]):
     def memory(self) -> dict[str, MemoryInUse]:
         """Returns the memory of the driver and of all processes."""
         found = {"driver": in_use(with_children=False)}
-        for role, group in self._groups.items():
+        for role, group in self.groups.items():
             found |= {f"{role}-{rank}": each for rank, each in enumerate(group.memory())}
         return found
 
@@ -142,24 +141,21 @@ class Procedure(ABC, Generic[AnyLoop]):
             return self.loop.policy.fingerprint()
 
 
+@dataclass(kw_only=True)
 class OnlineProcedure(Procedure[OnlineLoop]):
     """Looks at engines too."""
 
-    def __init__(self, loop: OnlineLoop, *, probe: Probe, prompts: Sequence[Prompt], **named: object):
-        """
-        Args:
-            probe: has the fixed sequences.
-            prompts: to test the seeds.
-        """
-        super().__init__(loop, **named)  # type: ignore[arg-type]
-        self._probe, self._prompts = probe, prompts
+    probe: Probe
+    """Has the fixed sequences."""
+    prompts: Sequence[Prompt]
+    """To test the seeds."""
 
     def look(self, step: int) -> None:
         """See Procedure."""
         loop, batch = self.loop, self.noted.batch
         weights = self._digest()
         with loop.phase(PHASE, on=loop.policy):
-            trainer = self._probe.trainer_nats(loop.policy)
+            trainer = self.probe.trainer_nats(loop.policy)
             logprobs = loop.policy.logprobs(batch) if isinstance(batch, Batch) else None
         engines = self._engines()
         self.seen.steps.append(
@@ -185,13 +181,13 @@ class OnlineProcedure(Procedure[OnlineLoop]):
     def _engines(self) -> list[Nats]:
         """Returns the engines' logprobs of the fixed sequences."""
         with self.loop.phase(PHASE, on=self.loop.rollout):
-            return self.loop.rollout.score(self._probe.sequences)
+            return self.loop.rollout.score(self.probe.sequences)
 
     def _try_temperatures(self) -> None:
         """Compares the engine's logprobs with the trainer's at several temperatures."""
         seen, loop, batch = self.seen, self.loop, self.seen.rollout_batch
         assert batch is not None
-        part, stated = batch.part(0, min(NUM_SEQUENCES, batch.num_sequences)), seen.facts.temperature
+        part, stated = batch.part(0, min(NUM_SEQUENCES, batch.num_sequences)), self.facts.temperature
         with loop.phase(PHASE, on=loop.policy):
             seen.entropies = loop.policy.entropies(batch)
             seen.at_temperature = loop.policy.logprobs(part, temperature=stated)
@@ -218,9 +214,9 @@ class OnlineProcedure(Procedure[OnlineLoop]):
             again: part of the seeds.
         """
         groups = self.loop.attempts.generate(
-            list(self._prompts),
+            list(self.prompts),
             group_size=min(NUM_ATTEMPTS, self.loop.algorithm.group_size),
-            step=self.seen.settings.steps + 1,
+            step=self.settings.steps + 1,
             again=again,
             sampling=sampling,
         )
@@ -235,7 +231,7 @@ class OnlineProcedure(Procedure[OnlineLoop]):
                 loop.policy.negate()
             try:
                 with loop.phase(PHASE, on=loop.policy):
-                    trainer = self._probe.trainer_nats(loop.policy)
+                    trainer = self.probe.trainer_nats(loop.policy)
                 self._publish()
                 engines = self._engines()
             finally:
@@ -275,12 +271,13 @@ class OnlineProcedure(Procedure[OnlineLoop]):
             self.loop.weight_sync.publish(version=version + 1)
 
 
+@dataclass(kw_only=True)
 class OfflineProcedure(Procedure[OfflineLoop]):
     """Looks at the trainer alone."""
 
     def look(self, step: int) -> None:
         """See Procedure."""
-        loop, trainer = self.loop, list[list[float]]()
+        loop, trainer = self.loop, Nats()
         weights = self._digest()
         if self.has_logprobs:
             fixed = loop.examples.batch(loop.examples.first(max(loop.algorithm.smallest_step, loop.prompts_per_step)))

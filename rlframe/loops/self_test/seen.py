@@ -16,6 +16,8 @@ Nats = list[list[float]]
 """Logprobs by sequence and token, without the first token of each sequence."""
 FLOAT32_LIMIT_NATS, ROUNDED_LIMIT_NATS = 0.003, 0.06
 """Limits of the mean difference between engine and trainer where both compute in float32, and otherwise."""
+ONE_TOKEN = 20
+"""Factor by which a single token may differ more than the mean, where rounding may choose another expert."""
 WARNING_SHARE = 1 / 3
 """Fraction of a limit from which on a check warns."""
 NUM_BANDS = 4
@@ -162,6 +164,11 @@ class Seen:
         if self.settings.gap_limit_nats is not None:
             return self.settings.gap_limit_nats
         return FLOAT32_LIMIT_NATS if self.facts.float32 else ROUNDED_LIMIT_NATS
+
+    @property
+    def limit_of_one_nats(self) -> float:
+        """Limit of the difference of a single token."""
+        return self.limit_nats if self.facts.float32 else ONE_TOKEN * self.limit_nats
 
     @property
     def rollout_batch(self) -> Batch | None:

@@ -26,6 +26,7 @@ from rlframe.ops.gae import explained_variance
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import Metric, Sum, TrainResult, UpdateResult, merge
 from rlframe.utils.calls import RankCall
+from rlframe.utils.memory import of_role
 from rlframe.weight_sync.border import SourceGroup, SourceRank
 
 T = TypeVar("T")
@@ -56,8 +57,8 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         """Number of optimizer steps taken so far in the run."""
         self.start_timeout_s = start_timeout_s
         self.metrics: dict[str, float] = {}
-        """Metrics of the last sleep and the last wake: bytes given back on all devices, and seconds of the slowest
-        rank."""
+        """Metrics of the last training: memory of the rank that uses most. And of the last sleep and the last wake:
+        bytes given back on all devices, and seconds of the slowest rank."""
         self.workers = WorkerGroup(
             MegatronWorker,
             role=self.role,
@@ -154,7 +155,8 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         ]
         results = self.workers.wait(calls, doing="train")
         self.num_optimizer_steps += len(steps)
-        reported = [[results[rank][index] for rank in self.reporters] for index in range(len(steps))]
+        self.metrics |= of_role(self.role, [each.memory for each in results])
+        reported = [[results[rank].steps[index] for rank in self.reporters] for index in range(len(steps))]
         merged = [merge(update.metrics for update in updates) for updates in reported]
         # The first epoch has every sequence once.
         first = zip(minibatches[: train.num_minibatches], plans, reported, strict=False)

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.func import functional_call
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.watch.marks import mark
@@ -278,9 +279,22 @@ def set_training(model: Model, training: bool) -> None:
         chunk.train(training)
 
 
-def module_output(module: Any, inputs: PackedInputs) -> Tensor:
-    """Returns the output of a chunk of the model. That of the last one is logits [1, T_padded / cp, V_local]."""
-    return module(input_ids=inputs.token_ids, position_ids=None, attention_mask=None, packed_seq_params=inputs.packing)
+def module_output(module: Any, inputs: PackedInputs, *, float32: bool = False) -> Tensor:
+    """Returns the output of a chunk of the model. That of the last one is logits [1, T_padded / cp, V_local].
+
+    Args:
+        float32: see `Model.float32`.
+    """
+    arguments = {
+        "input_ids": inputs.token_ids,
+        "position_ids": None,
+        "attention_mask": None,
+        "packed_seq_params": inputs.packing,
+    }
+    if not float32:
+        return module(**arguments)
+    copies = {name: parameter.float() for name, parameter in module.named_parameters()}
+    return functional_call(module, copies, kwargs=arguments)
 
 
 def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
@@ -302,7 +316,7 @@ def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., A
         microbatch = next(iterator).to(device)
         inputs = PackedInputs.of(microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank())
         with model.replay.of(microbatch.batch, inputs) if model.replay else nullcontext():
-            output = module_output(module, inputs)
+            output = module_output(module, inputs, float32=model.float32)
         return output, partial(on_output, microbatch, inputs)
 
     if model.replay:

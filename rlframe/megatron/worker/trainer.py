@@ -28,6 +28,7 @@ from rlframe.megatron.proof.constant import ConstantWeights
 from rlframe.megatron.worker import optimizer, overlap, parallel
 from rlframe.megatron.worker.expert_load import ExpertLoad, balance
 from rlframe.megatron.worker.forward_only import frozen_model
+from rlframe.megatron.worker.norms import Norms
 from rlframe.megatron.worker.offload import SleepingMemory
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD
@@ -56,6 +57,7 @@ class Trainer:
         family = load_family(folder)
         architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
         self.model = model.build(family, architecture, setup.train, device=setup.device)
+        self.model.float32 = setup.float32
         self.layout: MemoryLayout = self.model.layout
         self._load_weights(folder)
         self.reference = self._reference() if setup.with_reference else None
@@ -69,6 +71,7 @@ class Trainer:
         self._sources: dict[str, WeightSource] = {}
         self.optimizer = optimizer.build(self.model, setup.train)
         self.expert_load = ExpertLoad(self.model)
+        self.norms = Norms(self.model, self.optimizer)
         overlap.prepare(self.model, setup.train)
         self.sleeping = SleepingMemory(self.model, self.optimizer) if setup.train.offload_optimizer else None
         self.staged: Staged | None = None
@@ -189,6 +192,8 @@ class Trainer:
             "config": read_config(resolve(self.setup.model)),
             "weights": digest(self.layout, self.model.parameters),
         }
+        if lora := self.model.lora:
+            identity["adapters"] = digest(lora.layout, lora.parameters)
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     @torch.no_grad()
@@ -208,6 +213,7 @@ class Trainer:
         """
         results = []
         train = self.setup.train
+        measured = train.measures_norms(first_step // len(steps) + 1)
         for index, microbatches in enumerate(steps):
             if self.model.lora:
                 self.model.lora.seed_dropout(seed=self.setup.seed, step=first_step + index)
@@ -221,13 +227,15 @@ class Trainer:
                     teacher=self.teacher,
                 )
             mark(f"optimizer step {index + 1} of {len(steps)}")
+            norms = self.norms.gradient() if measured else {}
             updated = optimizer.step(
                 self.optimizer,
                 train.optimizer,
                 step_index=first_step + index,
                 total_steps=self.setup.total_optimizer_steps,
             )
-            metrics = {key: Mean(value, 1.0) for key, value in updated.items()} | self.expert_load.take()
+            norms |= self.norms.update(num_steps=first_step + index + 1) if measured else {}
+            metrics = {key: Mean(value, 1.0) for key, value in (updated | norms).items()} | self.expert_load.take()
             metrics |= self.model.replay.take() if self.model.replay else {}
             metrics = merge(each.metrics for each in passes) | metrics
             kept = [each.kept_logprobs for each in passes] if self.coordinates.reports else []

@@ -21,6 +21,7 @@ from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded
 from rlframe.run.compose.sampling import given_responses, sampler
 from rlframe.run.compose.sets import evaluation_sets
+from rlframe.run.compose.throughput import throughput
 from rlframe.run.compose.trained import Trained, trained
 from rlframe.run.config import RunConfig
 from rlframe.weight_sync.border import SourceGroup
@@ -83,6 +84,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
+        throughput=throughput(parts, algorithm, critic=algorithm.critic),
         export=models_trained.exporter(parts),
         evaluation_sets=sets,
         evaluation=evaluation(parts, policy, attempts, apart, sets) if ahead(config) else None,

@@ -82,7 +82,7 @@ def _procedure(parts: Parts, algorithm: Algorithm, noted: Noted) -> Procedure:
     if isinstance(algorithm, OfflineAlgorithm):
         loop = offline(parts, algorithm)
         return OfflineProcedure(
-            loop,
+            loop=loop,
             settings=config.self_test,
             facts=facts(parts, algorithm),
             noted=noted,
@@ -98,7 +98,7 @@ def _procedure(parts: Parts, algorithm: Algorithm, noted: Noted) -> Procedure:
     if loop.critic:
         groups["critic"] = loop.critic.workers
     return OnlineProcedure(
-        loop,
+        loop=loop,
         settings=config.self_test,
         facts=facts(parts, algorithm),
         noted=noted,

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     options = parser().parse_intermixed_args(arguments)
     try:
+        require_counts(options)
         chosen = without(options.skip)
         values = composed(options.config_name, options.overrides, config_dir=options.config_dir)
         folder = Path(str(values["output"])).absolute() / "explain_gap"
@@ -96,6 +97,17 @@ def explain(
         write(climb, rest_says=remains)
     for line in (*table(climb), *remains, "", *remedies(climb, chosen), f"written to {output}"):
         print(printable(line))
+
+
+def require_counts(options: argparse.Namespace) -> None:
+    """Refuses numbers that leave nothing to compare.
+
+    Raises:
+        UsageError: a number is too small.
+    """
+    for name in ("num_prompts", "samples", "max_tokens", "engine_starts"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise UsageError(str(Fault(f"--{name.replace('_', '-')}", "must be at least 1", got=value)))
 
 
 def prompts_of(run: RunConfig, path: str | None, count: int) -> list[Prompt]:

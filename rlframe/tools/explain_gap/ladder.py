@@ -15,6 +15,8 @@ from rlframe.tools.explain_gap.rung import Reading, Rung, Subject
 from rlframe.tools.explain_gap.sides import Sample, Sides
 from rlframe.utils.errors import RlframeError
 
+ROUNDING_NATS = 1e-5
+"""Greatest mean gap of two sides that compute the same in float32: there is nothing to explain."""
 LITTLE = 0.05
 """Share of the first gap below which a row of rungs is not taken apart."""
 
@@ -105,11 +107,13 @@ class Ladder:
         """The rungs that start an engine."""
 
     def climb(self) -> Climb:
-        """Starts both sides, samples, and climbs all rungs."""
+        """Starts both sides, samples, and climbs all rungs if there is a gap."""
         self._sides.start({})
         self._sample = self._sides.sample()
         self._climb = Climb(first=self._measure())
         self._tell(self._climb)
+        if self._climb.first.mean_nats < ROUNDING_NATS:
+            return self._climb
         for row in self._rows():
             for step in self._row(row):
                 self._climb.steps.append(step)

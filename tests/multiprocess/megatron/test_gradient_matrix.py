@@ -27,7 +27,10 @@ TOLERANCE = 5e-5
 SEEN = 5e-2
 """A mutation moves the loss or some tensor's gradient by this much at least: a thousand times the tolerance."""
 SETUPS = cells.setups()
-AXES = [Parallel.parse(layout) for layout in ("d1", "d2", "t2", "p2", "c2")]
+DENSE = [Parallel.parse(layout) for layout in ("d1", "d2", "c2")]
+"""Those with mutations, and one rank. test_layouts.py has dense families in t2 and p2."""
+PARTS = [Parallel.parse("p2v2"), Parallel(pp=2, first_stage_layers=1)]
+"""Of layouts with more: t2p2v2, and a pipeline whose last stage is short."""
 PAIRED = [Parallel.parse(layout) for layout in ("t2c2", "c2p2v2", "t2p2|ffn:p2e2", "d2t2e2")]
 """Layouts on four ranks, each two axes of which another setup on four ranks has together."""
 FURTHER = {
@@ -35,7 +38,8 @@ FURTHER = {
     for setup in SETUPS
     if setup.parallel in PAIRED
     or (setup.model, str(setup.parallel)) == ("replayed", "d1t2p2")
-    or (setup.model == "dense" and setup.parallel not in AXES)
+    or (setup.model == "dense" and setup.parallel not in DENSE)
+    or (setup.model == "moe" and setup.parallel in PARTS)
 }
 """The dense model in layouts of several kinds is here too, all of which a model with experts has, and dense layers."""
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout.boxes import window
@@ -168,3 +169,15 @@ def test_tied_weights_of_one_rank_that_drift_apart_name_the_rank() -> None:
         match="source ranks 0 and 1 hold different contents of the same part of model.embed_tokens.weight",
     ):
         world.sync.publish(version=1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "reload"])
+def test_a_bit_that_is_changed_to_test_the_proof_is_noticed_and_sent_again(transport: str) -> None:
+    world = started(WeightSyncConfig(transport=transport, audit_every_steps=1))
+    assert world.destinations.call(DestinationRank.disturb, engines=[0])[0] == "model.embed_tokens.weight"
+    with pytest.raises(WeightSyncFailed, match=r"engine 0 no longer holds version 1: .*embed.* has changed"):
+        world.sync.audit()
+    world.train_to(2)
+    world.sync.publish(version=2)
+    world.sync.audit()
+    world.expect(2)

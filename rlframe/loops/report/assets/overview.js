@@ -97,7 +97,22 @@ function overviewTab() {
     cards,
     el("h2", {}, "Where the time went"),
     el("div", { class: "card" }, phaseBar(runs[0].run)),
+    ...profileLinks(runs[0].run),
   ];
+}
+
+// The files of profiled steps, which lie beside the page.
+function profileLinks(run) {
+  if (!run.profiles.length) return [];
+  const rows = run.profiles.map(({ step, files }) => [
+    `step ${step}`,
+    el(
+      "span",
+      {},
+      files.flatMap(({ name, address }) => [el("a", { href: address.split("/").map(encodeURIComponent).join("/") }, name), " "]),
+    ),
+  ]);
+  return [el("h2", {}, "Profiles"), el("div", { class: "card" }, table(["", "files"], rows))];
 }
 
 // A row for each run: what distinguishes it, and where it ended. A click on a heading sorts, one on a run picks it.

@@ -19,7 +19,7 @@ function dataTab() {
   const names = run.curves
     .map((curve) => curve.name)
     .filter((name) =>
-      /^data\/|^rollout\/(dropped|lag|carried|waiting|open|masked|truncated|engine_idle)|^reward\/(flat|unscored|failed)/.test(
+      /^data\/|^rollout\/(dropped|lag|carried|waiting|open|masked|truncated)|^time\/\w+_idle|^reward\/(flat|unscored|failed)/.test(
         name,
       ),
     );

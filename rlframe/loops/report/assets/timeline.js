@@ -188,7 +188,7 @@ function timelineTab() {
     ];
   const asynchronous = Number(run.settings["loop.max_policy_lag"]) > 0;
   const note = asynchronous
-    ? "The engines of this run sample all the time and have a row each: the stronger its colour, the more of a step's time the engine was busy. The driver's rollout is its wait for them."
+    ? "The engines of this run sample all the time and have a row each: the stronger its colour, the more of a step's time the engine was busy (time/engine_idle_fraction is the rest). The driver's rollout is its wait for them."
     : "A role that has no bar waits. The driver is the loop itself: what needs no role of its own, such as syncs of weights.";
   const last = steps.slice(-10);
   const holder = el("div", { class: "card" });

@@ -22,9 +22,9 @@ class Determinism(Check):
         yield found(
             "logprobs twice",
             f"{repeats.logprobs:.3g} nats apart",
-            fail=not repeats.logprobs <= (0 if exact else seen.limit_nats),
+            fail=not repeats.logprobs <= (0 if exact else seen.limit_of_one_nats),
             warn=repeats.logprobs > 0,
-            threshold="0" if exact else f"0; fails above {seen.limit_nats:.2g} (train.deterministic=false)",
+            threshold="0" if exact else f"0; fails above {seen.limit_of_one_nats:.2g} (train.deterministic=false)",
             look="the trainer's forward pass gives other logprobs for the same tokens",
             numbers={"nats": repeats.logprobs},
         )

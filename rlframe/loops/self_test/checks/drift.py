@@ -11,7 +11,7 @@ class Drift(Check):
 
     def findings(self, seen: Seen) -> Iterator[Finding]:
         """See Check."""
-        limit = seen.limit_nats
+        limit = seen.limit_of_one_nats
         if not seen.steps[0].trainer:
             yield skipped("drift of the trainer", "the model gives no logprobs")
             return
@@ -34,9 +34,9 @@ class Drift(Check):
         yield found(
             "drift of the engines",
             f"{engines:.3g} nats at most",
-            fail=not engines <= max(limit, 20 * limit if not seen.facts.float32 else 0),
-            warn=engines > limit,
-            threshold=f"at most {limit:.2g}",
+            fail=not engines <= limit,
+            warn=engines > seen.limit_nats,
+            threshold=f"at most {seen.limit_nats:.2g}; fails above {limit:.2g}",
             look="an engine's logprobs of the same tokens change although its weights do not: a cache that keeps old "
             "keys and values, or kernels whose sums depend on the batch",
             numbers={"nats": engines},

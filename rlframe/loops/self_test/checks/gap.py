@@ -7,7 +7,7 @@ from rlframe.loops.self_test.seen import Seen, StepSeen, mean_difference
 
 GROWTH_WARN, GROWTH_FAIL = 3.0, 10.0
 """Factors by which the gap may grow with the position in a response."""
-LOOK = "engine and trainer compute other logprobs from the same weights: docs/troubleshooting.md has the usual causes"
+LOOK = "engine and trainer compute other logprobs from the same weights: rlframe.tools.explain_gap tells causes apart"
 
 
 class GapCheck(Check):

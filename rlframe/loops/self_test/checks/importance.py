@@ -32,7 +32,7 @@ class Importance(Check):
         yield found(
             "ratio to the old policy",
             f"{size:.3g} nats from 1 at most",
-            fail=not size <= (0 if seen.facts.deterministic else seen.limit_nats),
+            fail=not size <= (0 if seen.facts.deterministic else seen.limit_of_one_nats),
             warn=size > 0,
             threshold="0",
             look="logprobs of before the update are not those of the same weights after it",

@@ -1,6 +1,6 @@
 """Check: the loss counts exactly the sampled tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -44,11 +44,11 @@ def weights_of_tokens(seen: Seen) -> Finding:
     )
 
 
-def of_rollouts(batch: Batch, rollouts: "list[Rollout] | tuple[Rollout, ...] | object") -> Finding:
+def of_rollouts(batch: Batch, rollouts: Sequence[Rollout]) -> Finding:
     """Returns whether the mask has the tokens after the prompt that some version of the policy sampled."""
     extra = missing = prompts = 0
     masks = batch.loss_mask.split(batch.lengths.tolist())
-    for mask, rollout in zip((each.numpy() for each in masks), rollouts, strict=False):  # type: ignore[call-overload]
+    for mask, rollout in zip((each.numpy() for each in masks), rollouts, strict=False):
         sampled = rollout.versions != OFFLINE_VERSION
         sampled[: len(rollout.prompt.input)] = False
         size = min(len(mask), len(sampled))

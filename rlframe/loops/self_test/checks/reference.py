@@ -22,9 +22,9 @@ class Reference(Check):
         yield found(
             "KL to the reference",
             f"{kl:.3g} nats, {size:.3g} at most between logprobs",
-            fail=not size <= (0 if seen.facts.deterministic else seen.limit_nats),
+            fail=not size <= (0 if seen.facts.deterministic else seen.limit_of_one_nats),
             warn=size > 0,
-            threshold="0" if seen.facts.deterministic else f"0; fails above {seen.limit_nats:.2g}",
+            threshold="0" if seen.facts.deterministic else f"0; fails above {seen.limit_of_one_nats:.2g}",
             look="the reference is another model than the policy started from, or computes otherwise (replayed routes)",
             numbers={"kl_nats": kl, "max_nats": size},
         )

@@ -44,7 +44,7 @@ class Sync(Check):
         yield found(
             "weights return",
             f"{sync.returned_nats:.3g} nats from before at most",
-            fail=not sync.returned_nats <= (limit if seen.facts.float32 else 20 * limit),
+            fail=not sync.returned_nats <= seen.limit_of_one_nats,
             warn=sync.returned_nats > limit,
             threshold=f"at most {limit:.2g}",
             look="after the change was undone the engine does not answer as before",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rlframe.loops.self_test.finding import Check, Finding, found, skipped
 from rlframe.loops.self_test.seen import Seen
 
-CLEARLY = 2.0
+CLEARLY = 3.0
 """Factor by which another temperature must fit better to be taken for the engine's."""
 
 
@@ -22,8 +22,8 @@ class Temperature(Check):
         yield found(
             "trainer's temperature",
             f"{size:.3g} nats from its logprobs at {stated:g}",
-            fail=not size <= seen.limit_nats,
-            threshold=f"at most {seen.limit_nats:.2g}",
+            fail=not size <= seen.limit_of_one_nats,
+            threshold=f"at most {seen.limit_of_one_nats:.2g}",
             look="the trainer's logprobs are not those at rollout.temperature",
             numbers={"nats": size},
         )
@@ -31,7 +31,7 @@ class Temperature(Check):
         clear = gaps[stated] > CLEARLY * gaps[best] and gaps[stated] - gaps[best] > seen.limit_nats / 3
         yield found(
             "engine's temperature",
-            f"{best if clear else stated:g} fits best of {', '.join(f'{each:g}' for each in sorted(gaps))}",
+            f"{best if clear else stated:g} fits best of {len(gaps)} from {min(gaps):g} to {max(gaps):g}",
             fail=clear,
             threshold=f"rollout.temperature={stated:g}",
             look="the engine's logprobs are those of another temperature: its own settings, such as a "

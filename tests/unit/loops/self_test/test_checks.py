@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,14 @@ def masked(seen: Seen, place: int, *, counts: bool) -> None:
     batch_of(seen).loss_mask[place] = counts
 
 
+def doubled(seen: Seen) -> None:
+    """The first sequence stands in the place of the second too."""
+    seen.batch = batch = batch_of(seen).select([0, 0, 2, 3])
+    seen.token_weights = batch.loss_mask / 10
+    seen.logprobs, seen.reference, seen.at_temperature = (batch.rollout_logprobs.clone() for _ in range(3))
+    seen.entropies = -batch.rollout_logprobs
+
+
 def leaking(seen: Seen) -> None:
     seen.steps = [
         replace(each, memory={"rollout-0": MemoryInUse(host_bytes=10**9 + each.step * 5 * 10**7, device_bytes=0)})
@@ -137,7 +146,7 @@ def leaking(seen: Seen) -> None:
     ]
 
 
-FAULTS: dict[str, tuple[str, Callable[[Seen], object]]] = {
+FAULTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "weights move": ("weights", lambda seen: last(seen, weights="other")),
     "a learning rate": ("weights", lambda seen: last(seen, metrics={"train/lr": 1e-6})),
     "the trainer drifts": ("drift", lambda seen: last(seen, trainer=[[-1.0, -2.0, -0.6], [-3.0]])),
@@ -166,7 +175,7 @@ FAULTS: dict[str, tuple[str, Callable[[Seen], object]]] = {
     "a prompt's token in the loss": ("mask", lambda seen: masked(seen, 1, counts=True)),
     "a last token not in the loss": ("mask", lambda seen: masked(seen, 3, counts=False)),
     "no end token": ("mask", lambda seen: setattr(seen, "facts", replace(seen.facts, stop_tokens=[3]))),
-    "a doubled sequence": ("batch", lambda seen: setattr(seen, "batch", batch_of(seen).select([0, 0, 2, 3]))),
+    "a doubled sequence": ("batch", doubled),
     "rewards of others": ("batch", lambda seen: setattr(seen, "batch", replace(batch_of(seen), rewards=torch.ones(4)))),
     "advantages of the wrong sign": ("advantages", lambda seen: batch_of(seen).advantages.neg_()),
     "a sync is refused": ("sync", lambda seen: setattr(seen, "sync", SyncSeen(refusal="layers.1 differs"))),

@@ -46,7 +46,7 @@ def prompts(tmp_path: Path) -> Path:
         pytest.param("dpo_qwen3_moe_tiny", marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.parametrize("mode", ["train", "evaluate", "generate"])
+@pytest.mark.parametrize("mode", ["train", "evaluate", "generate", "self_test"])
 def test_a_recipe_works_in_every_mode_and_with_no_steps(config: str, mode: str) -> None:
     steps = ["steps=0", "train.optimizer.schedule=linear"] if mode == "train" else []
     assert faults(f"mode={mode}", *steps, config=config) == []
@@ -103,6 +103,10 @@ def test_what_cannot_work_is_refused(overrides: list[str], expected: str) -> Non
             ["evaluation.sets.math.path=arithmetic", "evaluation.sets.math.solved_reward=0.5"],
             "evaluation.sets.math.solved_reward has no effect with samples_per_prompt=1",
         ),
+        (
+            ["evaluation.sets.math.path=arithmetic", "evaluation.sets.math.majority=exact_match"],
+            "evaluation.sets.math.majority has no effect with samples_per_prompt=1, which gives no maj@k",
+        ),
         (["evaluation.sets.held_out.path=arithmetic"], "evaluation.sets must have names of letters"),
         (["evaluation.sets.math.temperature=1"], "evaluation.sets.math.path must be"),
     ],
@@ -111,6 +115,18 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], e
     with pytest.raises(ConfigError) as refusal:
         load("grpo_qwen3_moe", overrides)
     assert expected in str(refusal.value)
+
+
+def test_a_majority_needs_a_reward_that_reads_answers(tmp_path: Path) -> None:
+    voting = [f"evaluation.sets.math.{each}" for each in ("path=arithmetic#8", "samples_per_prompt=2", "temperature=1")]
+    assert faults(*voting, "evaluation.sets.math.majority=exact_match") == []
+    (fault,) = faults(*voting, "evaluation.sets.math.majority=exact_mach")
+    assert fault.endswith("must be one of reward.parts, exact_match, got 'exact_mach'; did you mean exact_match?")
+    (tmp_path / "own.py").write_text("def score(response, answer):\n    return 1.0\n")
+    own = f"reward.parts.mine.name={tmp_path}/own.py:score"
+    (fault,) = faults(*voting, own, "evaluation.sets.math.majority=mine")
+    assert "majority must name a reward part that says which answer a response gives, got mine: " in fault
+    assert "def extract(self, attempt: Attempt) -> str | None" in fault
 
 
 def test_a_set_without_the_answers_that_a_reward_needs_is_refused(prompts: Path) -> None:
@@ -164,3 +180,13 @@ def test_the_folder_of_a_run_is_not_its_model(tmp_path: Path) -> None:
     (tmp_path / "step" / "training" / ".metadata").touch()
     (fault,) = faults("mode=evaluate", f"model.path={tmp_path / 'step'}")
     assert "it is a checkpoint of training, which python -m rlframe.tools.convert makes a model of" in fault
+
+
+def test_a_self_test_names_its_checks_and_needs_engines() -> None:
+    (fault,) = faults("mode=self_test", "self_test.without=[gab]")
+    assert fault.startswith("self_test.without must name checks") and "did you mean gap?" in fault
+    assert any(
+        each.startswith("rollout.replay must be null") for each in faults("mode=self_test", "rollout.replay=run")
+    )
+    (fault,) = faults("self_test.steps=9")
+    assert fault.startswith("self_test.steps has no effect with mode=train")

@@ -324,7 +324,11 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/loops/evaluation/sets.py",
         "tests/unit/loops/evaluation/test_sets.py",
-        ("attempts that were lost count as unsolved", "if len(own) >= k:", "if True:"),
+        (
+            "attempts that were lost count as unsolved",
+            "if len(own) >= k:\n                yield pass_at_k",
+            "if True:\n                yield pass_at_k",
+        ),
         ("all attempts vote", "elected(said[:k])", "elected(said)"),
         (
             "unscored attempts have a reward",

@@ -7,6 +7,8 @@
 #   vLLM and SGLang, which lies in the folder SGLANG (tests/requirements-sglang-cpu.txt) or is installed, and the main job
 #   with vLLM.
 # test-thorough: before a release. Further cells of what test has: sweeps, other layouts, other moments to die, and runs.
+# test-megatron-newest: after a change of rlframe/megatron. What depends on Megatron-Core, and main jobs, on its newest
+#   release, which needs Python 3.12 or newer: the environment in the folder NEWEST (docs/development.md).
 # test-mutations: plants every fault of tests/mutations/catalogue; each must be noticed by its test.
 # docs: builds the site of docs/ into build/site, strictly and without a network.
 # durations: on a machine that does nothing else; runs the tests of `test` and writes what each file takes.
@@ -14,15 +16,20 @@ export OMP_NUM_THREADS ?= 1
 # The tests start a hundred processes, which would all compile the package anew.
 export PYTHONDONTWRITEBYTECODE =
 SGLANG ?= .
+NEWEST ?= .venv312
 
 QUICK = tests/unit tests/contracts tests/meta
 ALL = tests/multiprocess tests/e2e tests/gpu tests/campaigns tests/mutations $(QUICK)
-# Tests wait for a part of their time, on pauses, limits and other processes, which a third file at a time uses.
-PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder -n 3
+# Tests wait for a part of their time, on pauses, limits and other processes, which a third file at a time uses. One that
+# waits for what never comes ends after ten minutes, with the stacks of its process.
+PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder -n 3 \
+	-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+MEGATRON = tests/unit/megatron tests/contracts/test_model_family.py tests/multiprocess/megatron tests/multiprocess/checkpoint \
+	tests/multiprocess/runs/test_resume.py tests/e2e/test_runs.py
 USUAL = -m "not thorough and not engine"
 FIRST = -m "not thorough and not engine and not later"
 
-.PHONY: check docs durations lint test test-all test-engines test-mutations test-quick test-sglang test-thorough
+.PHONY: check docs durations lint test test-all test-engines test-megatron-newest test-mutations test-quick test-sglang test-thorough
 
 # What is checked by one process alone runs beside the tests.
 check:
@@ -56,6 +63,9 @@ test-engines: test-sglang
 test-sglang:
 	PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadgroup -k sglang \
 		tests/contracts/engines tests/unit/rollout/sglang
+
+test-megatron-newest:
+	PATH=$(abspath $(NEWEST))/bin:$$PATH $(PYTEST) $(USUAL) $(MEGATRON)
 
 test-thorough:
 	python -m pytest -m thorough tests/multiprocess tests/e2e tests/campaigns tests/unit

@@ -9,9 +9,10 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "ConfigError", "RlframeError", "RunConfig", "check", "load", "run"]
+__all__ = ["Alert", "Callback", "ConfigError", "RlframeError", "RunConfig", "check", "load", "run"]
 
 _HOMES = {
+    "Alert": "rlframe.loops.alerts.base",
     "Callback": "rlframe.loops.callbacks",
     "ConfigError": "rlframe.utils.errors",
     "RlframeError": "rlframe.utils.errors",

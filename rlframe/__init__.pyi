@@ -1,3 +1,4 @@
+from rlframe.loops.alerts.base import Alert as Alert
 from rlframe.loops.callbacks import Callback as Callback
 from rlframe.run.check import check as check
 from rlframe.run.config import RunConfig as RunConfig

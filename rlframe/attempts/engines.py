@@ -3,12 +3,12 @@
 import asyncio
 import itertools
 import os
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from rlframe.attempts.busy import Busy
 from rlframe.types.rollout import Completion, GenerationRequest, Group
 
 Ask = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
@@ -63,8 +63,7 @@ class EngineQueue:
         """Names of such requests for whose answers nobody waits."""
         self._abort_is_due = False
         self._waiting: deque[tuple[GenerationRequest, asyncio.Future[Completion]]] = deque()
-        self._running = 0
-        self._busy_s, self._busy_since = 0.0, 0.0
+        self._calls = Busy()
         self._life = 0
         """Number of times so far that the engine was replaced, or its requests were forgotten."""
         self._usable = True
@@ -75,7 +74,7 @@ class EngineQueue:
     @property
     def is_busy(self) -> bool:
         """Returns whether a request has no answer."""
-        return bool(self._running or self._waiting)
+        return bool(self._calls.running or self._waiting)
 
     def busy_s(self, now_s: float) -> float:
         """Returns the seconds up to now in which the engine had a call to answer.
@@ -83,7 +82,7 @@ class EngineQueue:
         Args:
             now_s: the time, by `time.monotonic`.
         """
-        return self._busy_s + (now_s - self._busy_since if self._running else 0.0)
+        return self._calls.seconds(now_s)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Returns the engine's answer to a request, which gets a name if it has none.
@@ -144,13 +143,11 @@ class EngineQueue:
 
     def _pump(self) -> None:
         self._is_due = False
-        while self._usable and not self._held and self._waiting and self._running < self._max_calls:
+        while self._usable and not self._held and self._waiting and self._calls.running < self._max_calls:
             count = len(self._waiting) if self._max_calls == 1 else 1
             batch = [self._waiting.popleft() for _ in range(count)]
             if batch := [(request, answer) for request, answer in batch if not answer.done()]:
-                if not self._running:
-                    self._busy_since = time.monotonic()
-                self._running += 1
+                self._calls.begin()
                 task = asyncio.get_running_loop().create_task(self._call(batch, self._life))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -179,9 +176,7 @@ class EngineQueue:
             if life == self._life:
                 self._sent -= names
                 self._unwanted -= names
-            self._running -= 1
-            if not self._running:
-                self._busy_s += time.monotonic() - self._busy_since
+            self._calls.end()
             self._pump_soon()
 
 

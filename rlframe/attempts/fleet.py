@@ -9,7 +9,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlframe.attempts.runner import Ended, Lost, News, State
+from rlframe.attempts.runner import Ended, Load, Lost, News, State
 from rlframe.attempts.turns import Task
 from rlframe.attempts.worker import NEWS, RunnerCalls, RunnerSetup, RunnerWorker
 from rlframe.cluster.placement import DriverNode
@@ -69,6 +69,9 @@ class Attempts:
         self._activity: Activity | None = None
         self._events: Counter[str] = Counter()
         """Number of each Trouble and each Event of attempts since the last look at the metrics."""
+        self._load: Load | None = None
+        self._load_before: Load | None = None
+        """The last load that is known, and the one at the last look at the metrics."""
         self._begin()
 
     def _begin(self) -> None:
@@ -236,6 +239,7 @@ class Attempts:
             # The runner answers, and the engines or the environments do not.
             raise self.rollout.workers.hung(self._activity)
         self._events += news.events
+        self._load = news.load
         for level, text in news.warnings:
             logger.log(level, "%s", text)
         # First, so that they do not begin again if the process dies while an engine is replaced.
@@ -341,14 +345,17 @@ class Attempts:
 
     def state(self) -> State:
         """Returns how many attempts are under way, and how busy the engines were so far."""
-        return self._do(RunnerCalls.state, doing="state of attempts")
+        self._load = state = self._do(RunnerCalls.state, doing="state of attempts")
+        return state
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of restarts, and how often what happened to attempts since the last call. Only what there
-        was."""
+        """Returns the number of restarts, and how often what happened to attempts since the last call: only what there
+        was. And the share of the time since then in which engines and rewards had nothing to do."""
         events, self._events = self._events, Counter()
         metrics = {f"environment/{event}": float(count) for event, count in sorted(events.items())}
-        return metrics | ({"rollout/runner_restarts": float(self.num_restarts)} if self.num_restarts else {})
+        metrics |= {"rollout/runner_restarts": float(self.num_restarts)} if self.num_restarts else {}
+        before, self._load_before = self._load_before, self._load
+        return metrics | (idle_since(before, self._load) if before and self._load else {})
 
     def _restart(self, failure: RlframeError) -> None:
         """Replaces a dead process by a new one, which begins all open tasks again. Raises `failure` if no restart is
@@ -430,3 +437,16 @@ class Attempts:
                 raise WeightSyncFailed(
                     f"an engine sampled with weights of version {rollout.versions.max()}, expected at most {newest}"
                 )
+
+
+def idle_since(before: Load, now: Load) -> dict[str, float]:
+    """Returns the share of the time between two looks in which engines and rewards had nothing to do. Nothing if there
+    was no time, or if a new runner counts from its beginning."""
+    span_s = now.now_s - before.now_s
+    if span_s <= 0 or now.rewards_busy_s < before.rewards_busy_s or sum(now.busy_s) < sum(before.busy_s):
+        return {}
+    engines_s = (sum(now.busy_s) - sum(before.busy_s)) / len(now.busy_s)
+    return {
+        "time/engine_idle_fraction": 1 - engines_s / span_s,
+        "time/reward_idle_fraction": 1 - (now.rewards_busy_s - before.rewards_busy_s) / span_s,
+    }

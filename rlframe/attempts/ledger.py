@@ -7,14 +7,14 @@ end belongs to the step that was under way. A resumed run removes the events of 
 again, and goes on with the leases that are open then: they are those of its checkpoint.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
+from msgspec import MsgspecError, Struct, json, to_builtins
 
 from rlframe.types.rollout import Group, Rollout, by_attempt
 from rlframe.utils.errors import CheckpointError
@@ -51,30 +51,32 @@ class DropReason(StrEnum):
     """None of the attempts became a rollout, or too few to be compared."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Leased:
-    """A prompt was taken from the stream."""
+class Noted(Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower, gc=False):
+    """An event of a lease."""
 
-    event: ClassVar[str] = "leased"
     step: int
     """Step that was under way when the event was written."""
     lease: int
     """Ordinal of the lease."""
+
+    @property
+    def event(self) -> str:
+        """The kind of the event, as in the file."""
+        return type(self).__name__.lower()
+
+
+class Leased(Noted, frozen=True, kw_only=True, gc=False):
+    """A prompt was taken from the stream."""
+
     prompt: str
     """Id of the prompt."""
     epoch: int
     """Epoch of the prompt within its own dataset, from 0."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class Trained(Noted, frozen=True, kw_only=True, gc=False):
     """The group of a lease was trained on."""
 
-    event: ClassVar[str] = "trained"
-    step: int
-    """As `Leased.step`."""
-    lease: int
-    """As `Leased.lease`."""
     trained_at: int
     """Step that trained on it."""
     version: int
@@ -89,19 +91,13 @@ class Trained:
     """Sum over the tokens that a policy sampled of `version` minus the version of the token."""
     lag_tokens: int
     """Number of tokens that a policy sampled."""
-    lost: dict[str, list[int]] = field(default_factory=dict)
+    lost: dict[str, list[int]] = {}
     """Sampled tokens of each attempt that did not become a rollout of the group, by reason."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dropped:
+class Dropped(Noted, frozen=True, kw_only=True, gc=False):
     """A lease ended without being trained on."""
 
-    event: ClassVar[str] = "dropped"
-    step: int
-    """As `Leased.step`."""
-    lease: int
-    """As `Leased.lease`."""
     reason: str
     """A DropReason."""
     tokens: int
@@ -110,21 +106,16 @@ class Dropped:
     """Number of sampled tokens of each attempt."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Carried:
+class Carried(Noted, frozen=True, kw_only=True, gc=False):
     """A step took its groups without that of a lease, whose attempts go on in the next step."""
 
-    event: ClassVar[str] = "carried"
-    step: int
-    """As `Leased.step`."""
-    lease: int
-    """As `Leased.lease`."""
     tokens: int
     """Number of tokens that were sampled for it so far."""
 
 
 Event = Leased | Trained | Dropped | Carried
-KINDS: Mapping[str, type[Event]] = {kind.event: kind for kind in (Leased, Trained, Dropped, Carried)}
+EVENTS = json.Decoder(Event)
+"""Reads lines. What later versions say beyond the fields is left out."""
 
 
 class Ledger:
@@ -216,7 +207,7 @@ class Ledger:
         return open_among(read_ledger(self.file.parent).events) if self.file.exists() else {}
 
     def _note(self, event: Event) -> None:
-        self._waiting.append({"step": event.step, "event": event.event, **asdict(event)})
+        self._waiting.append({"step": event.step, **to_builtins(event)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,10 +227,14 @@ def read_ledger(output: Path) -> Account:
     """
     file = output / LEDGER
     try:
-        *whole, last = file.read_bytes().split(b"\n")
+        whole, _, last = file.read_bytes().rpartition(b"\n")
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
-    return Account(events=list(_events(file, whole)), torn=bool(last))
+    try:
+        events = EVENTS.decode_lines(whole)
+    except MsgspecError as error:
+        raise _damage(file, whole) from error
+    return Account(events=events, torn=bool(last))
 
 
 def open_among(events: Iterable[Event]) -> dict[int, Leased]:
@@ -253,18 +248,16 @@ def open_among(events: Iterable[Event]) -> dict[int, Leased]:
     return found
 
 
-def _events(file: Path, lines: Iterable[bytes]) -> Iterator[Event]:
-    for number, line in enumerate(lines, start=1):
+def _damage(file: Path, lines: bytes) -> CheckpointError:
+    """Returns the error about the first line that is not an event."""
+    for number, line in enumerate(lines.split(b"\n"), start=1):
         try:
-            record = json.loads(line)
-            kind = KINDS[record.pop("event")]
-            # Later versions may say more.
-            known = {each.name for each in fields(kind)}
-            yield kind(**{name: value for name, value in record.items() if name in known})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{file}:{number} is damaged, or was not written by this version of rlframe: {error!r}"
-            ) from error
+            EVENTS.decode(line)
+        except MsgspecError as error:
+            return CheckpointError(
+                f"{file}:{number} is damaged, or was not written by this version of rlframe: {error}"
+            )
+    raise AssertionError("every line is an event")
 
 
 def _versions(rollout: Rollout) -> np.ndarray:

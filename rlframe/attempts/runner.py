@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlframe.attempts.admission import Admission
+from rlframe.attempts.busy import Busy
 from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue, ignore, size
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.turns import DONE, Progress, Sides, Task, Turns, WaitsFor
@@ -41,6 +42,18 @@ class Lost:
     """Reference of the call, whose answer is the reason."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """The work of engines and rewards up to one moment."""
+
+    now_s: float
+    """Time of the runner's own clock."""
+    busy_s: list[float]
+    """Seconds so far in which each engine had something to answer."""
+    rewards_busy_s: float
+    """Seconds so far in which reward functions had something to judge."""
+
+
 @dataclass(kw_only=True, slots=True)
 class News:
     """The events of the runner since the last look."""
@@ -55,16 +68,14 @@ class News:
     """Log level and text of messages to the user."""
     events: Counter[str] = field(default_factory=Counter)
     """Number of each Trouble and each Event of attempts and their environments."""
+    load: Load | None = None
+    """The work of engines and rewards so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class State(Load):
     """The state of a runner at one moment."""
 
-    now_s: float
-    """Time of the runner's own clock."""
-    busy_s: list[float]
-    """Seconds so far in which each engine had something to answer."""
     attempts: dict[str, int]
     """Number of attempts under way by what they wait for, a WaitsFor."""
     oldest_s: float
@@ -96,6 +107,10 @@ class Runner:
             aborts: one for each engine, which end requests of attempts that are over. None lets them run.
             aside_share: greatest fraction of the attempts under way that are of tasks aside.
         """
+        self._rewards = Busy()
+        sides = replace(
+            sides, score=self._rewards.during(sides.score), score_group=self._rewards.during(sides.score_group)
+        )
         self._sides, self._attempt_timeout_s = sides, attempt_timeout_s
         self._turns = Turns(sides, environment or EnvironmentConfig(), run_seed=run_seed, max_positions=max_positions)
         self._queues = [
@@ -223,6 +238,7 @@ class Runner:
         news, self._news = self._news, News()
         news.events, self._turns.events = self._turns.events, Counter()
         news.busy = [engine for engine, queue in enumerate(self._queues) if queue.is_busy]
+        news.load = self.load()
         return news
 
     async def score(self, groups: Sequence[Group]) -> None:
@@ -234,6 +250,15 @@ class Runner:
         """Passes a message to the user on."""
         self._news.warnings.append((level, text))
 
+    def load(self) -> Load:
+        """Returns how busy engines and rewards were so far."""
+        now_s = time.monotonic()
+        return Load(
+            now_s=now_s,
+            busy_s=[queue.busy_s(now_s) for queue in self._queues],
+            rewards_busy_s=self._rewards.seconds(now_s),
+        )
+
     def state(self) -> State:
         """Returns how many attempts are under way, and how busy the engines were so far."""
         counts = dict.fromkeys(map(str, WaitsFor), 0)
@@ -241,12 +266,13 @@ class Runner:
             for progress in task.progress:
                 if not progress.ended:
                     counts[progress.waits_for] += 1
-        now_s = time.monotonic()
+        load = self.load()
         return State(
-            now_s=now_s,
-            busy_s=[queue.busy_s(now_s) for queue in self._queues],
+            now_s=load.now_s,
+            busy_s=load.busy_s,
+            rewards_busy_s=load.rewards_busy_s,
             attempts=counts,
-            oldest_s=max((now_s - begun for begun in self._begun.values()), default=0.0),
+            oldest_s=max((load.now_s - begun for begun in self._begun.values()), default=0.0),
         )
 
     def _keep(self, work: Any) -> None:

@@ -35,9 +35,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlframe.attempts.endpoint.server import Server
+    from rlframe.cluster.profiling.request import Recorder, Request
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+LOOP = "attempts"
+"""Name of the thread of the event loop."""
 NEWS = "news"
 """Ray's concurrency group of the call that waits for news."""
 
@@ -132,6 +135,12 @@ class RunnerWorker(Worker, RunnerCalls):
 
     _runner: Runner
 
+    def _recorder(self, request: "Request") -> "Recorder":
+        """Returns what samples the stacks of the event loop, in which attempts run."""
+        from rlframe.cluster.profiling.stacks import StackRecorder
+
+        return StackRecorder(request, thread=LOOP)
+
     @staticmethod
     def set_threads(num_threads: int) -> None:
         """Does nothing: the runner computes nothing with torch."""
@@ -140,7 +149,7 @@ class RunnerWorker(Worker, RunnerCalls):
         """See RunnerCalls."""
         os.chdir(setup.folder)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="attempts", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name=LOOP, daemon=True).start()
         words = setup.tokenizer
         self._judge = Judge(RewardRunner(setup.reward), self._loop) if setup.reward else None
         self._sessions: SessionPool | None = None

@@ -45,6 +45,9 @@ class ClusterConfig:
     device: Device = Device.AUTO
     """The hardware that each rank runs on. On a joined cluster auto is cuda if any node declares a GPU, whatever this
     machine has."""
+    device_tflops: Annotated[float, Range(above=0, maximum=10**6)] | None = None
+    """Peak of a device in 1e12 operations a second, of which throughput/PHASE_mfu_fraction is a share. null means
+    bfloat16 by the data sheet of a known GPU; on a CPU no share is claimed then."""
     runtime_env: RuntimeEnvConfig = field(default_factory=RuntimeEnvConfig)
     """Environment of every worker's process, in addition to that of its node."""
     colocate: bool = True

@@ -5,6 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -46,6 +47,8 @@ class Allocation:
     """Fraction of its first device that the actor requests from Ray."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the actor's process."""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """Further parts of the runtime environment, as Ray calls it, of the actor's process."""
 
     def options(self) -> dict[str, object]:
         """Returns the arguments for `actor.options(...)` except the environment. The actor is placed on the first
@@ -66,6 +69,8 @@ class DriverNode:
 
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the actor's process."""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """See Allocation."""
 
     def options(self) -> dict[str, object]:
         """Returns the arguments for `actor.options(...)` except the environment."""

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlframe.cluster import memory
 from rlframe.cluster.info import WorkerInfo
@@ -17,9 +17,15 @@ from rlframe.cluster.network import use_address
 from rlframe.cluster.watch.flight import write_flight
 from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
 from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, stack_file
+from rlframe.cluster.watch.warned import note_warnings
 from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
 from rlframe.utils.outside import receive
+
+if TYPE_CHECKING:
+    from rlframe.cluster.profiling.recording import Recording
+    from rlframe.cluster.profiling.request import Recorder, Request
+    from rlframe.cluster.profiling.trace import Summary
 
 LOOK_S = 0.25
 """Seconds between two checks whether the rank's flight record is requested."""
@@ -27,6 +33,9 @@ LOOK_S = 0.25
 
 class Worker:
     """Base of the actor classes: one process, one rank. Every public method marks its beginning and its end."""
+
+    _recording: "Recording | None" = None
+    """The profile that is under way."""
 
     def __init__(
         self,
@@ -60,6 +69,7 @@ class Worker:
         faulthandler.register(STACK_SIGNAL, file=stack_file(self.log).open("w"), all_threads=True)
         page = begin_marks(mark_file(self.log))
         threading.Thread(target=answer_requests, args=(page, flight_file(self.log)), name="watch", daemon=True).start()
+        note_warnings(self.log)
         self.set_threads(num_threads)
         self.set_network()
         mark("start: the process runs")
@@ -104,6 +114,31 @@ class Worker:
             log=str(self.log.absolute()),
         )
 
+    def begin_profile(self, request: "Request") -> None:
+        """Begins to record this process."""
+        from rlframe.cluster.profiling.recording import Recording  # noqa: PLC0415 - profiles are rare
+
+        if self._recording:
+            # Of a step that failed and is done again.
+            self._recording.drop()
+        self._recording = Recording(self._recorder(request), request)
+
+    def _recorder(self, request: "Request") -> "Recorder":
+        """Returns what records this process."""
+        from rlframe.cluster.profiling.recorders import recorder  # noqa: PLC0415 - as above
+
+        return recorder(request)
+
+    def enter_phase(self, name: str) -> None:
+        """Records that the calls from now on belong to a phase. Empty means none."""
+        if self._recording:
+            self._recording.phase = name
+
+    def end_profile(self) -> "Summary | None":
+        """Ends the record and writes its files. Returns what they say, or None if nothing was recorded."""
+        recording, self._recording = self._recording, None
+        return recording.end() if recording else None
+
 
 def marked(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `method` with a mark at its beginning and at its end, counted among the calls under way."""
@@ -114,7 +149,12 @@ def marked(method: Callable[..., Any]) -> Callable[..., Any]:
         count_call(1)
         mark(f"{name}: begun")
         try:
-            return method(self, *arguments, **named)
+            # Once: another thread may end the profile.
+            recording = self._recording
+            if recording is None:
+                return method(self, *arguments, **named)
+            with recording.call(f"{self.role}.{name}"):
+                return method(self, *arguments, **named)
         except (RuntimeError, ValueError, MemoryError) as error:
             found = memory.named(error, role=self.role, rank=self.rank, call=name, log=self.log, begin=self._log_begin)
             if found is error:

@@ -104,7 +104,8 @@ class WorkerGroup(Generic[W_co]):
             **RING,
             **slot.environment,
         }
-        options = {"name": None, "max_restarts": 0, "runtime_env": {"env_vars": environment}, **slot.options()}
+        runtime_env = {**slot.runtime_env, "env_vars": environment}
+        options = {"name": None, "max_restarts": 0, "runtime_env": runtime_env, **slot.options()}
         return self._remote_class.options(**options).remote(
             role=self.role,
             rank=rank,

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlframe.config.entries import SECTIONS, deletions
-from rlframe.config.overrides import quoted, rewritten
+from rlframe.config.overrides import overrides_last, quoted, rewritten
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
@@ -41,6 +41,7 @@ def command_line(arguments: Sequence[str], *, default_name: str) -> list[str]:
         ConfigError: an argument that Hydra would refuse, or a configuration, group or choice that does not exist, with
             the nearest name.
     """
+    arguments = overrides_last(arguments)
     extra = option(arguments, "--config-dir", "-cd")
     name = option(arguments, "--config-name", "-cn")
     folders = config_folders(extra)
@@ -160,9 +161,8 @@ def refusal(error: Exception) -> ConfigError:
     return ConfigError([str(error)])
 
 
-def to_values(composed: DictConfig, *, config_name: str, output: str | None = None) -> dict[str, Any]:
-    """Returns `composed` as a plain dict. `name` defaults to `config_name`, `output` to the argument or
-    `outputs/<name>`.
+def to_values(composed: DictConfig, *, config_name: str) -> dict[str, Any]:
+    """Returns `composed` as a plain dict. `name` defaults to `config_name`, `output` to `outputs/<name>`.
 
     Raises:
         ConfigError: an interpolation that leads nowhere.
@@ -173,4 +173,4 @@ def to_values(composed: DictConfig, *, config_name: str, output: str | None = No
         raise ConfigError([str(error)]) from error
     assert isinstance(values, dict)
     name = values.get("name", config_name.removesuffix(".yaml"))
-    return {"name": name, "output": output or f"outputs/{name}"} | {str(key): value for key, value in values.items()}
+    return {"name": name, "output": f"outputs/{name}"} | {str(key): value for key, value in values.items()}

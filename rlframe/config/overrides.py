@@ -17,8 +17,25 @@ NAMES = re.compile(r"(?!(?i:null|true|false|nan|inf)\b)\[?[A-Za-z_][\w/.,*()\[\]
 DEEPEST = 50
 """Greatest nesting of brackets in a value, because Hydra's parser recurses for each."""
 
+WITH_VALUE = ("--config-name", "-cn", "--config-dir", "-cd", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")
+"""Options of the program that may stand before their value."""
 SHORT = {"train.lr": "train.optimizer.lr"}
 """Shorthands of keys on the command line. Files use the whole key only."""
+
+
+def overrides_last(arguments: Sequence[str]) -> list[str]:
+    """Returns the options of the program, then the overrides, which Hydra takes in one row only.
+
+    Example:
+        >>> overrides_last(["steps=1", "-m", "seed=1,2"])
+        ['-m', 'steps=1', 'seed=1,2']
+    """
+    options: list[str] = []
+    overrides: list[str] = []
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        is_override = word.startswith(("~", "+")) or ("=" in word and not word.startswith("-"))
+        (overrides if is_override and before not in WITH_VALUE else options).append(word)
+    return [*options, *overrides]
 
 
 def rewritten(arguments: list[str], *, groups: Mapping[str, Sequence[str]]) -> list[str]:

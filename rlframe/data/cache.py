@@ -13,18 +13,18 @@ import os
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic
 
 import numpy as np
-import transformers
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.data import builtin
 from rlframe.data.config import DataConfig
 from rlframe.data.items import AnyItem, Item
 from rlframe.data.storage.folder import cache_folder, digest_of, evict, files_of
 from rlframe.data.text.turns import Tokens
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.files import PARTIAL, put
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def cache_file(
     settings = asdict(config) | {"shuffle": None, "cache_folder": None, "cache_gb": None, "num_processes": None}
     counted = any(entry.count is not None for entry in config.entries())
     # Names of files are part of ids and metrics; the seed decides which records a count keeps.
-    decisive = [kind, settings, max_tokens, seed if counted else None, transformers.__version__]
+    decisive = [kind, settings, max_tokens, seed if counted else None, version("transformers")]
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())
     code = files_of(Path(__file__).parent, ".py")
     for file in [*code, *(file for place in places for file in files_of(place))]:

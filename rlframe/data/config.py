@@ -105,8 +105,8 @@ class DataConfig:
     """Greatest number of tokens of a prompt. Longer prompts are dropped and counted. Sequences of offline training are
     limited as a whole, by `train.max_tokens_per_microbatch`."""
     num_processes: Annotated[int | None, Range(1, 1024)] = None
-    """Number of processes that render and tokenise records. null is one for each 2000 conversations, at most one for
-    each core, or this process alone where it has several threads. Results do not depend on it."""
+    """Number of processes that render and tokenise records. null is one for each 5000 conversations, at most one for
+    each core. Results do not depend on it."""
     cache_folder: Annotated[str | None, PathText()] = AUTO
     """Folder in which records of files above 32 MB, and the tokenised items of offline training, are kept for later
     runs with the same files, tokenizer, template, settings and code. auto is $XDG_CACHE_HOME/rlframe/data, or

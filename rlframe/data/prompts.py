@@ -5,13 +5,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 from numpy.typing import ArrayLike
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.curriculum import By
@@ -30,6 +30,7 @@ from rlframe.data.training import LEFT_OUT
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, by_attempt, reward_of
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -284,12 +285,9 @@ def prompts_of(
     conversations: Sequence[Conversation], config: DataConfig, *, tokenizer: PreTrainedTokenizerBase
 ) -> Part:
     """Returns the prompts of conversations, of any length, as objects if the conversations are."""
-
-    def work(places: range) -> list[Rendered]:
-        return rendered([conversations[place] for place in places], config, tokenizer=tokenizer)
-
+    work = partial(rendered, config=config, tokenizer=tokenizer)
     processes = num_processes(config.num_processes, len(conversations))
-    found = chain.from_iterable(in_chunks(work, len(conversations), processes=processes))
+    found = chain.from_iterable(in_chunks(work, conversations, processes=processes))
     if isinstance(conversations, list):
         texts = list(found)
         made = [

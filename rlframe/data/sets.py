@@ -5,14 +5,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transformers import PreTrainedTokenizerBase
-
 from rlframe.data import builtin
 from rlframe.data.config import DataConfig
 from rlframe.data.prompts import joined, prompts_of
 from rlframe.data.sources import Part, order_by_hash, understood
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.types.prompt import Prompt
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -4,29 +4,32 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.data import cache
 from rlframe.data.config import DataConfig
 from rlframe.data.cursor import Walk, cursor_over
 from rlframe.data.items import AnyItem, Item, tokens_of
-from rlframe.data.parallel import T, Work, in_chunks, num_processes
+from rlframe.data.parallel import T, Work, X, in_chunks, num_processes
 from rlframe.data.records import Record
 from rlframe.data.sources import Reading, at_most, from_evaluation_path, load
 from rlframe.data.streaming import flow_over
 from rlframe.data.text.turns import Encoded
 from rlframe.types.batch import Sequences
 from rlframe.types.supervised import Examples
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 GIGABYTE = 1e9
 REWRITTEN, SEQUENCES = "data/rewritten_conversations", "data/rewritten_sequences"
 """Metrics: conversations whose earlier turns the chat template rewrites, and the sequences that they became."""
+ITEMS = ("_cursor", "_held_out", "_held_out_texts")
+"""Attributes of a TrainingSource that hold its items."""
 LEFT_OUT = "data/reasoning_left_out"
 """Metric: turns that are not learned and whose reasoning the chat template leaves out."""
 
@@ -89,23 +92,27 @@ class TrainingSource(ABC, Generic[AnyItem]):
 
     def make(self, readings: Sequence[Any], channel: int) -> list[AnyItem]:
         """Returns the items of all readings from the entry `channel`, in their order."""
-
-        def work(places: range) -> tuple[list[AnyItem], Counter[str], Counter[str]]:
-            self.dropped, self.counted = Counter(), Counter()
-            made = [item for place in places for item in self.items(readings[place], channel)]
-            return made, self.dropped, self.counted
-
         before, items = (self.dropped, self.counted), []
-        for made, dropped, counted in self.spread(work, len(readings)):
+        for made, dropped, counted in self.spread(partial(self._made, channel=channel), readings):
             items += made
             before[0].update(dropped)
             before[1].update(counted)
         self.dropped, self.counted = before
         return items
 
-    def spread(self, work: Work[T], count: int) -> Iterator[T]:
-        """Yields what `work` returns for each chunk of `count` places, in their order, from `data.num_processes`."""
-        return in_chunks(work, count, processes=num_processes(self.config.num_processes, count))
+    def _made(self, readings: Sequence[Any], *, channel: int) -> tuple[list[AnyItem], Counter[str], Counter[str]]:
+        """Returns the items of some readings, what they drop and what they count."""
+        self.dropped, self.counted = Counter(), Counter()
+        made = [item for reading in readings for item in self.items(reading, channel)]
+        return made, self.dropped, self.counted
+
+    def spread(self, work: Work[X, T], readings: Sequence[X]) -> Iterator[T]:
+        """Yields what `work` returns for each chunk of the readings, in their order, from `data.num_processes`."""
+        return in_chunks(work, readings, processes=num_processes(self.config.num_processes, len(readings)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what other processes need to make items: all but the items that there are."""
+        return {name: value for name, value in vars(self).items() if name not in ITEMS}
 
     @abstractmethod
     def items(self, reading: Any, channel: int) -> list[AnyItem]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from rlframe.algorithms.base import Algorithm
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog
+from rlframe.loops.reporting.throughput import Throughput
 from rlframe.loops.saving.checkpoints import Checkpoints, RunState, Stage, score
 from rlframe.loops.schedule import Schedule
 from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
@@ -39,6 +40,8 @@ class Loop(ABC):
     checkpoints: Checkpoints
     export: Callable[[str], None]
     """Writes the model in Hugging Face format to a folder of the run."""
+    throughput: Throughput = field(default_factory=Throughput)
+    """Measures tokens a second and device."""
     results: dict[str, float] = field(default_factory=dict)
     """Numbers for the closing paragraph, which are part of checkpoints."""
 

@@ -176,17 +176,29 @@ class EvaluationSetConfig(ResponsesConfig):
     system_prompt: str | None = None
     """System message of conversations that have none of their own. null means data.system_prompt."""
     solved_reward: Annotated[float, Range(-(10**6), 10**6)] = 1.0
-    """Least reward of an attempt that counts as solved, for pass@k. Only with samples_per_prompt above 1."""
+    """Least reward of an attempt that counts as solved, for pass@k and maj@k. Only with samples_per_prompt above
+    1."""
+
+    majority: str | None = None
+    """Name of the reward part whose extracted answers vote, for maj@k: the answer of most of the first k attempts, of
+    equally many the one that was given first. It must be of exact_match, last_number, math_verify, reasoning_gym, or a
+    Reward class with `extract`. null means no vote."""
 
     def __post_init__(self) -> None:
         ResponsesConfig.__post_init__(self)
-        if self.samples_per_prompt == 1 and self.solved_reward != 1:
-            raise SettingError(
-                "solved_reward",
-                "has no effect with samples_per_prompt=1, which gives no pass@k",
-                got=self.solved_reward,
-                hint="remove it",
-            )
+        if self.samples_per_prompt > 1:
+            return
+        for name, value, default, what in (
+            ("solved_reward", self.solved_reward, 1.0, "pass@k"),
+            ("majority", self.majority, None, "maj@k"),
+        ):
+            if value != default:
+                raise SettingError(
+                    name,
+                    f"has no effect with samples_per_prompt=1, which gives no {what}",
+                    got=value,
+                    hint="remove it",
+                )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -246,9 +258,6 @@ class SamplesConfig:
     """Choices of attempts of each step: first, random, best, worst, or all. [] keeps none."""
     of_each: Annotated[int, Range(1, 10**6)] = 2
     """Number of attempts of each choice and step. `all` keeps all."""
-    trainer_logprobs: bool = False
-    """Whether the trainer scores the kept attempts before it trains on them, where the step does not need such
-    logprobs anyway. They show where trainer and engine disagree, and cost one forward pass of the kept attempts."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -258,8 +267,6 @@ class SamplesConfig:
             raise SettingError(
                 "keep", "must be [all] alone, which has the others", got=[str(each) for each in self.keep]
             )
-        if self.trainer_logprobs and not self.keep:
-            raise SettingError("trainer_logprobs", "has no effect with keep=[]; remove it", got="true")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
+from rlframe.cluster.roles import POLICY
 from rlframe.data.training import TrainingSource
 from rlframe.loops.base import Loop
 from rlframe.loops.reference import PrecomputedReference, batches
 from rlframe.loops.schedule import Event
+from rlframe.utils.memory import of_role, used
 
 
 @dataclass(kw_only=True)
@@ -52,7 +54,7 @@ class OfflineLoop(Loop):
         self.metrics.callbacks.on_batch(step, (), batch)
         with self.phase("train", on=self.policy):
             result = self.policy.train(batch)
-        times = self.phase.step_times()
+        times = self.phase.step_times({POLICY: self.policy})
         loss = result.metrics["train/loss"]
         self.results |= {"last_loss": loss} if "first_loss" in self.results else {"first_loss": loss, "last_loss": loss}
         self.metrics.log(
@@ -61,6 +63,9 @@ class OfflineLoop(Loop):
             | times
             | self.checkpoints.metrics()
             | self.examples.metrics()
+            | self.throughput.of_training(times, batch.lengths.numpy())
+            | self.policy.metrics
+            | of_role("driver", [used()])
             | {
                 "throughput/tokens_per_s": batch.num_tokens / times["time/step_s"],
                 "data/epoch": float(self.examples.epoch),

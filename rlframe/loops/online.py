@@ -13,7 +13,7 @@ from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
 from rlframe.attempts.mending import Mender
-from rlframe.cluster.roles import CRITIC
+from rlframe.cluster.roles import CRITIC, POLICY
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.base import Loop
 from rlframe.loops.config import HELD_OUT
@@ -21,7 +21,7 @@ from rlframe.loops.evaluation.evaluate import EvaluationBeside, evaluate, judged
 from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import rollout_metrics
+from rlframe.loops.reporting.metrics import rollout_metrics, token_counts
 from rlframe.loops.reporting.samples import Chosen
 from rlframe.loops.reporting.trackers.base import EVALUATED
 from rlframe.loops.sampling.scoring import Scorer
@@ -34,6 +34,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import Output
 from rlframe.types.rollout import Group, members
+from rlframe.utils.memory import of_role, used
 from rlframe.weight_sync.channel import WeightSync
 
 IN_FLIGHT = "in_flight"
@@ -83,9 +84,11 @@ class RolloutLoop(Loop):
         samples = self.samples(step, groups, train_batch)
         if step > self.algorithm.critic_warmup_steps:
             with self.phase("train", on=self.policy):
-                metrics |= self.policy.train(train_batch).metrics
+                trained = self.policy.train(samples.marked(train_batch))
+            samples.take_trainer_logprobs(trained.kept_logprobs)
+            metrics |= trained.metrics
             metrics |= self.algorithm.adapt(metrics)
-        with self.phase("weight_sync"):
+        with self.phase("weight_sync", beside=self.policy):
             synced = self.publish(version=step)
         with self.phase("account"):
             self.sampler.settle(step)
@@ -94,15 +97,10 @@ class RolloutLoop(Loop):
         self.metrics.log(step, self.describe(groups, synced) | metrics | counts)
 
     def samples(self, step: int, groups: list[Group], batch: TrainBatch) -> Chosen:
-        """Returns the rollouts that the run keeps of a step, with the trainer's logprobs if the settings ask for
-        them."""
+        """Shows the batch to the callbacks. Returns the rollouts that the run keeps of a step."""
         rollouts = members(groups)
         self.metrics.callbacks.on_batch(step, rollouts, batch)
-        chosen = self.metrics.choose_samples(step, rollouts, batch)
-        if self.metrics.config.samples.trainer_logprobs and chosen.places and batch.old_logprobs is None:
-            with self.phase("samples", on=self.policy):
-                chosen.take_trainer_logprobs(self.policy.logprobs(batch.select(list(chosen.places))))
-        return chosen
+        return self.metrics.choose_samples(step, rollouts, batch)
 
     def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
         """Returns metrics of the rollouts, of the models and of the step's time.
@@ -112,8 +110,10 @@ class RolloutLoop(Loop):
         """
         metrics = rollout_metrics(groups) | synced | self.sampler.metrics() | self.policy.metrics
         metrics |= self.critic.metrics if self.critic else {}
-        times = self.phase.step_times()
-        return metrics | times | self.checkpoints.metrics() | {
+        times = self.phase.step_times({POLICY: self.policy, **self.auxiliary})
+        lengths, sampled = token_counts(members(groups))
+        metrics |= self.throughput.of_training(times, lengths) | self.throughput.of_sampling(times, lengths, sampled)
+        return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
         }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Phases: named, timed parts of a step that use the devices."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -40,6 +40,8 @@ class Phases:
         self._announce = announce
         self._ended = ended
         self._seconds: dict[str, float] = {}
+        self._busy: dict[int, float] = {}
+        """Seconds of the step's phases in which a role works, by its identity."""
         self._began: float | None = None
         """Time at which the first phase of the step began."""
         self._inside: list[float] = []
@@ -48,9 +50,13 @@ class Phases:
         """Seconds of each phase over the whole run."""
 
     @contextmanager
-    def __call__(self, name: str, *, on: object = None) -> Iterator[None]:
+    def __call__(self, name: str, *, on: object = None, beside: object = None) -> Iterator[None]:
         """Runs the block as phase `name`, on the role `on` if it needs devices. The time of a phase inside it is not
-        its own."""
+        its own.
+
+        Args:
+            beside: a role that works in it, though no role must sleep for it.
+        """
         self._announce(name)
         start = time.monotonic()
         self._began = start if self._began is None else self._began
@@ -66,6 +72,8 @@ class Phases:
                 self._inside[-1] += whole
         elapsed = whole - inside
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+        works = id(on or beside)
+        self._busy[works] = self._busy.get(works, 0.0) + elapsed
         self.totals[name] = self.totals.get(name, 0.0) + elapsed
         if self._ended:
             self._ended(name, on, whole)
@@ -91,13 +99,20 @@ class Phases:
 
     def next_step(self) -> dict[str, float]:
         """Returns the seconds of each phase since the last call, and starts again."""
-        seconds, self._seconds, self._began = self._seconds, {}, None
+        seconds, self._seconds, self._busy, self._began = self._seconds, {}, {}, None
         return seconds
 
-    def step_times(self) -> dict[str, float]:
-        """Returns `time/NAME_s` of each phase of the step, `time/step_s` by the clock since its first phase began, and
-        `time/other_s` outside of phases. Starts again."""
+    def step_times(self, roles: Mapping[str, object]) -> dict[str, float]:
+        """Returns `time/NAME_s` of each phase of the step, `time/step_s` by the clock since its first phase began,
+        `time/other_s` outside of phases, and `time/ROLE_idle_fraction`, the part of the step in which a role did not
+        work. Starts again.
+
+        Args:
+            roles: by name.
+        """
         whole = 0.0 if self._began is None else time.monotonic() - self._began
+        busy = {name: self._busy.get(id(role), 0.0) for name, role in roles.items()}
         seconds = self.next_step()
         seconds |= {"other": whole - sum(seconds.values()), "step": whole}
-        return {f"time/{name}_s": value for name, value in seconds.items()}
+        idle = {f"time/{role}_idle_fraction": 1 - own / whole if whole else 0.0 for role, own in busy.items()}
+        return {f"time/{name}_s": value for name, value in seconds.items()} | idle

@@ -1,6 +1,7 @@
 """The schedule of a loop: its steps, and the events after each of them."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -32,6 +33,8 @@ class Schedule:
     checkpoints: Checkpoints
     prove: Callable[[int], None] = lambda _: None
     """Called after each step; makes the ranks prove their weights when it is due."""
+    profiled: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
+    """Block around each step; records it if it is to be profiled."""
     begin: Callable[[], None] = lambda: None
     """Called before the first step."""
     stop: Stop = field(default_factory=Stop)
@@ -49,7 +52,8 @@ class Schedule:
         """
         self.begin()
         for number in self.stop.steps(done_steps + 1, self.last_step, settle=self.checkpoints.finish):
-            step(number)
+            with self.profiled(number):
+                step(number)
             self.prove(number)
             self.checkpoints.check()
             for event in Event:

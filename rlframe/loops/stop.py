@@ -7,6 +7,7 @@ from typing import Any
 
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 AGAIN = "the same command resumes from there"
+AGAIN_FROM_LAST = "the same command resumes from the last checkpoint, if any"
 BETWEEN_STEPS = "between steps; the same command resumes from the last checkpoint, if any"
 
 
@@ -35,6 +36,7 @@ class Stop:
         self.outside_steps = BETWEEN_STEPS
         """End of the sentence about a run that a signal ends outside of its steps."""
         self._asked_by = ""
+        self._saves = True
         self._step: int | None = None
         self._saved: int | None = None
         self._raised = False
@@ -45,15 +47,16 @@ class Stop:
             signal.signal(number, self._signalled)
         signal.signal(signal.SIGALRM, self._late)
 
-    def ask(self, reason: str, *, code: int = 1) -> None:
+    def ask(self, reason: str, *, code: int = 1, saves: bool = True) -> None:
         """Makes the present step the last one. May be called from any thread.
 
         Args:
             reason: beginning of the closing sentence, such as `gcs_server (pid 7) died`.
             code: exit code of the program.
+            saves: whether the step is saved, though no checkpoint is due.
         """
         if not self._asked_by:
-            self.code, self._asked_by = code, reason
+            self.code, self._asked_by, self._saves = code, reason, saves
 
     def steps(self, first: int, last: int, *, settle: Callable[[], None]) -> Iterator[int]:
         """Yields the steps to run. After a signal the present step is the last.
@@ -71,18 +74,20 @@ class Stop:
                 yield step
                 if self._asked_by:
                     settle()
-                    self._end(f"{self._asked_by}: saved after step {step} of {last}; {AGAIN}")
+                    done, after = ("saved", AGAIN) if self._saves else ("ended", AGAIN_FROM_LAST)
+                    self._end(f"{self._asked_by}: {done} after step {step} of {last}; {after}")
         finally:
             self._step = None
             _set_alarm(0)
 
     def wants_save(self, step: int) -> bool:
-        """Returns whether a signal has made `step` the last one. The step has then ended in time, and saving may take
-        any time."""
-        if self._asked_by:
-            _set_alarm(0)
-            self._saved = step
-        return bool(self._asked_by)
+        """Returns whether a request has made `step` the last one, and wants it saved. The step has then ended in time,
+        and saving may take any time."""
+        if not self._asked_by:
+            return False
+        _set_alarm(0)
+        self._saved = step
+        return self._saves
 
     def _signalled(self, number: int, _: Any) -> None:
         name = NAMES[signal.Signals(number)]

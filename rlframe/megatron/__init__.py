@@ -10,4 +10,5 @@ vocab cpu   logits split by vocabulary; Megatron-Core on a CPU
 packed      rows of a packed pass
 messages    between driver and ranks
 config      settings, without a Megatron import
+compat      what differs between releases of Megatron-Core
 """

@@ -6,9 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Family
 from rlframe.utils import registry
@@ -66,6 +63,10 @@ def _folder(config: ModelConfig, *, key: str) -> Path:
     near = did_you_mean(config.path, embedded_names())
     if not HUB_ID.fullmatch(config.path):
         raise ConfigError([Fault(key, f"{config.path!r:.200}", why=f"{tried:.500}", hint=near)])
+    # Most of a tenth of a second, which a local model does without.
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
     try:
         weights = [] if config.random_init else ["*.safetensors"]
         files = ["*.json", "*.txt", "*.model", "*.jinja", *weights]

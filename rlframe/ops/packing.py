@@ -38,7 +38,7 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
         part_weights=columns([rollout.reward_weights for rollout in rollouts], names),
         routes=packed_routes(rollouts),
         token_rewards=packed_token_rewards(rollouts),
-        **packed_turns(rollouts),
+        **packed_turns(rollouts, packed),
     )
 
 
@@ -87,9 +87,13 @@ def packed_token_rewards(rollouts: Sequence[Rollout]) -> Float[Tensor, " T"] | N
     return joined(rows, np.float32)
 
 
-def packed_turns(rollouts: Sequence[Rollout]) -> dict[str, Int[Tensor, " T"]]:
-    """Returns `Batch.turns` and `Batch.states`. Nothing if no attempt has several turns."""
-    if all(rollout.num_turns < 2 for rollout in rollouts):
+def packed_turns(rollouts: Sequence[Rollout], packed: Sequences) -> dict[str, Int[Tensor, " T"]]:
+    """Returns `Batch.turns` and `Batch.states`. Nothing if no attempt has several turns.
+
+    Args:
+        packed: the rollouts' tokens.
+    """
+    if max((rollout.first_turn for rollout in rollouts), default=0) == 0 and bool((responses_in(packed) < 2).all()):
         return {}
     turns = [np.full(rollout.num_tokens, -1, np.int32) for rollout in rollouts]
     states = [np.zeros(rollout.num_tokens, np.uint64) for rollout in rollouts]
@@ -102,6 +106,18 @@ def packed_turns(rollouts: Sequence[Rollout]) -> dict[str, Int[Tensor, " T"]]:
         "turns": joined(turns, np.int32),
         "states": joined([row.view(np.int64) for row in states], np.int64),
     }
+
+
+def responses_in(packed: Sequences) -> Int[Tensor, " R"]:
+    """Returns [R] the number of stretches of tokens in the loss of each sequence."""
+    begins = packed.loss_mask.clone()
+    begins[1:] &= ~packed.loss_mask[:-1]
+    ends = packed.lengths.cumsum(0)
+    starts = ends - packed.lengths
+    inside = starts < packed.num_tokens
+    begins[starts[inside]] = packed.loss_mask[starts[inside]]
+    counts = torch.cat([torch.zeros(1, dtype=torch.int64), begins.cumsum(0)])
+    return counts[ends] - counts[starts]
 
 
 def packed_routes(rollouts: Sequence[Rollout]) -> Shaped[Tensor, "T layers k"] | None:

@@ -138,7 +138,9 @@ class Pool:
             if ready & set(worker.writable):
                 worker.send()
             before = len(self._results)
-            trouble = worker.take(self._results) if ready & set(worker.readable) else None
+            # What came in time counts, even if this process was kept from reading it.
+            is_late = time.monotonic() > worker.deadline
+            trouble = worker.take(self._results) if is_late or ready & set(worker.readable) else None
             if worker.refusal:
                 raise PoolError(f"a {self.name} worker cannot start: {worker.refusal}")
             if len(self._results) > before:

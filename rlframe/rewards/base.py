@@ -70,6 +70,10 @@ class Attempt:
         return self.answer
 
 
+METHODS = {Per.ATTEMPT: "score", Per.GROUP: "score_group"}
+"""Name of the method of a Reward by the thing that it is given at a time."""
+
+
 class Reward(ABC):
     """Base of all rewards. A file of this folder ends `COMPONENT, CONFIG = ExactMatch, ExactMatchConfig`."""
 
@@ -88,6 +92,11 @@ class Reward(ABC):
     def __init__(self, config: Any):
         """Prepares the reward, once per worker process. Expensive preparation belongs here."""
 
+    def scores(self, per: Per) -> bool:
+        """Returns whether it can be given that at a time: whether the class has `score`, or `score_group`."""
+        name = METHODS[per]
+        return getattr(type(self), name) is not getattr(Reward, name)
+
     def score(self, attempt: Attempt) -> Scores:
         """Returns a finite number; more is better. None means that the reward does not apply to the attempt and is left
         out of the sum. A list has a number, or None, for each turn of the policy; each counts at the end of its turn.
@@ -97,6 +106,16 @@ class Reward(ABC):
     def score_group(self, attempts: Sequence[Attempt]) -> Sequence[Scores]:
         """Returns what `score` would for each of the attempts at one prompt, all of which are over."""
         raise NotImplementedError(f"{type(self).__name__} has no score_group(), which reward.parts with per=group call")
+
+    @property
+    def extracts(self) -> bool:
+        """Returns whether the class has `extract`."""
+        return type(self).extract is not Reward.extract
+
+    def extract(self, attempt: Attempt) -> str | None:
+        """Returns the answer that the response gives, equal for answers that mean the same, or None if it gives none:
+        the vote of an attempt in maj@k."""
+        raise NotImplementedError(f"{type(self).__name__} has no extract()")
 
 
 class Unanswered(Exception):

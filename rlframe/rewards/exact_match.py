@@ -25,12 +25,15 @@ class ExactMatch(Reward):
 
     def score(self, attempt: Attempt) -> float:
         """Returns 1.0 or 0.0. Raises RewardError if there is no answer."""
-        response, answer = attempt.response_text.strip(), attempt.required_answer().strip()
+        answer = attempt.required_answer().strip()
+        return float(self.extract(attempt) == (answer.casefold() if self._config.ignore_case else answer))
+
+    def extract(self, attempt: Attempt) -> str:
+        """Returns what is compared with the answer."""
+        response = attempt.response_text.strip()
         if self._config.last_line:
             response = response.rpartition("\n")[2].strip()
-        if self._config.ignore_case:
-            response, answer = response.casefold(), answer.casefold()
-        return float(response == answer)
+        return response.casefold() if self._config.ignore_case else response
 
 
 COMPONENT, CONFIG = ExactMatch, ExactMatchConfig

@@ -31,8 +31,18 @@ class LastNumber(Reward):
             right = Decimal(answer.strip().replace(",", ""))
         except InvalidOperation as error:
             raise RewardError(f"the answer must be a number, got {answer!r:.60}") from error
-        numbers = NUMBER.findall(attempt.response_text)
-        return float(bool(numbers) and Decimal(numbers[-1].replace(",", "")) == right)
+        found = _last_number(attempt)
+        return float(found is not None and found == right)
+
+    def extract(self, attempt: Attempt) -> str | None:
+        """Returns the last number without what changes nothing."""
+        found = _last_number(attempt)
+        return None if found is None else f"{found.normalize() + 0:f}"
+
+
+def _last_number(attempt: Attempt) -> Decimal | None:
+    numbers = NUMBER.findall(attempt.response_text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 COMPONENT, CONFIG = LastNumber, LastNumberConfig

@@ -41,6 +41,11 @@ class MathVerify(Reward):
             raise RewardError(f"the answer {answer!r} cannot be read as mathematics")
         return float(verify(gold, _parse(attempt.response_text), timeout_seconds=None))
 
+    def extract(self, attempt: Attempt) -> str | None:
+        """Returns the final answer as math-verify reads it, so that 1/2 and 2/4 are one, and 1/2 and 0.5 are two."""
+        found = _parse(attempt.response_text)
+        return str(found[0]) if found else None
+
 
 def _parse(text: str) -> list:
     _, mark, after = text.rpartition(ANSWER_MARK)

@@ -46,7 +46,7 @@ class PythonFunction(Reward):
             RewardError: the import fails, the function does not exist, or the class has no such options.
         """
         found: Any = _load(config.function)
-        is_class = isinstance(found, type) and issubclass(found, Reward)
+        is_class = isinstance(found, type)
         self._reward: Reward | None = _made(found, config) if is_class else None
         if self._reward:
             return
@@ -56,6 +56,10 @@ class PythonFunction(Reward):
         parameters = inspect.signature(self._function).parameters
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._names = list(parameters)
+
+    def scores(self, per: Per) -> bool:
+        """Returns whether the user's class has the method. A function can be given either."""
+        return self._reward.scores(per) if self._reward else True
 
     def score(self, attempt: Attempt) -> Scores:
         """Returns the function's result. The worker checks that it is a finite number or None, or one for each turn."""
@@ -67,6 +71,16 @@ class PythonFunction(Reward):
             return self._reward.score_group(attempts)
         return self._called(attempts[0], [attempt.response_text for attempt in attempts])
 
+    @property
+    def extracts(self) -> bool:
+        """Returns whether the user's class has `extract`, which a function has not."""
+        return self._reward is not None and self._reward.extracts
+
+    def extract(self, attempt: Attempt) -> str | None:
+        """Returns the answer that the user's class reads."""
+        assert self._reward is not None
+        return self._reward.extract(attempt)
+
     def _called(self, attempt: Attempt, response: Any) -> Any:
         fields = {
             name: value
@@ -76,8 +90,18 @@ class PythonFunction(Reward):
         return self._function(response, attempt.answer, **fields)
 
 
-def _made(kind: type[Reward], config: PythonConfig) -> Reward:
+def _made(kind: type, config: PythonConfig) -> Reward:
     """Returns the reward that a user's class makes of its options."""
+    if not issubclass(kind, Reward):
+        raise RewardError(
+            f"reward {config.function!r}: the class {kind.__name__} must be derived from Reward (from "
+            "rlframe.rewards.base import Reward); a function needs no class"
+        )
+    if missing := sorted(kind.__abstractmethods__):
+        raise RewardError(
+            f"reward {config.function!r}: the class {kind.__name__} must define {', '.join(missing)}; add "
+            "`def __init__(self, config: Settings)`, where Settings is a dataclass"
+        )
     try:
         return kind(build(outside.settings_of(kind, key="name"), config.options, key="options"))
     except ConfigError as error:

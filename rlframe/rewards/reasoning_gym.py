@@ -36,13 +36,16 @@ class ReasoningGym(Reward):
         task = attempt.fields.get(FIELD)
         if not isinstance(task, dict):
             raise RewardError("the record is no task of reasoning-gym; use data.path=reasoning_gym:NAME")
+        answer = self.extract(attempt)
+        return 0.0 if answer is None else float(self._verifier(task["name"])(answer, task["entry"]))
+
+    def extract(self, attempt: Attempt) -> str | None:
+        """Returns what is scored."""
         answer = attempt.response_text.strip()
-        if self._pattern:
-            found = self._pattern.findall(answer)
-            if not found:
-                return 0.0
-            answer = found[-1].strip()
-        return float(self._verifier(task["name"])(answer, task["entry"]))
+        if not self._pattern:
+            return answer
+        found = self._pattern.findall(answer)
+        return found[-1].strip() if found else None
 
 
 COMPONENT, CONFIG = ReasoningGym, ReasoningGymConfig

@@ -8,9 +8,14 @@ from numbers import Real
 from typing import Any
 
 from rlframe.processes.work import Limits, TaskFailed, Work
-from rlframe.rewards.base import Attempt, Score, Scores, build_reward
+from rlframe.rewards.base import METHODS, Attempt, Reward, Score, Scores, build_reward
 from rlframe.rewards.config import LARGEST_SCORE, Per, RewardTerm
+from rlframe.utils.errors import RewardError
 
+SIGNATURES = {
+    Per.ATTEMPT: "def score(self, attempt: Attempt) -> float",
+    Per.GROUP: "def score_group(self, attempts: Sequence[Attempt]) -> list[float]",
+}
 Task = tuple[str, Sequence[Attempt]]
 """Name of a part, and the attempts that it scores: one, or those of a group."""
 
@@ -24,6 +29,8 @@ class Scoring(Work):
     def prepare(self) -> Callable[[Task], Sequence[Scores]]:
         """Builds all rewards, which imports the user's code, and returns the function that does a task."""
         rewards = {name: build_reward(part, key=f"reward.parts.{name}") for name, part in self.parts.items()}
+        for name, reward in rewards.items():
+            check_method(reward, self.parts[name])
 
         def run(task: Task) -> Sequence[Scores]:
             name, attempts = task
@@ -37,6 +44,18 @@ class Scoring(Work):
     def limit_s(self, task: Task, limits: Limits) -> float:
         """Returns the part's own limit, if it has one."""
         return self.parts[task[0]].timeout_s or limits.timeout_s
+
+
+def check_method(reward: Reward, part: RewardTerm) -> None:
+    """Raises RewardError if the class of a reward lacks the method that `part.per` calls."""
+    if reward.scores(part.per):
+        return
+    other = next((per for per in Per if reward.scores(per)), None)
+    instead = f", or set per: {other}, with which {METHODS[other]} is called" if other else ""
+    raise RewardError(
+        f"reward {part.name!r}: the class must define {METHODS[part.per]}, which per={part.per} calls; add "
+        f"`{SIGNATURES[part.per]}`{instead}"
+    )
 
 
 def checked(found: Any, attempts: Sequence[Attempt]) -> list[Scores]:

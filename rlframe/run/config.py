@@ -8,8 +8,10 @@ from typing import Annotated, Any
 from rlframe.algorithms.requirements import RunFacts
 from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.profiling.config import ProfileConfig
 from rlframe.data.config import DataConfig
 from rlframe.environments.config import EnvironmentConfig
+from rlframe.loops.alerts.config import AlertsConfig
 from rlframe.loops.config import CheckpointConfig, EvaluationConfig, GenerationConfig, LoggingConfig, LoopConfig
 from rlframe.loops.self_test.config import SelfTestConfig
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
@@ -80,6 +82,10 @@ class RunConfig:
     self_test: SelfTestConfig = field(default_factory=SelfTestConfig)
     """Settings of mode=self_test."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
+    """Settings of what a run says when something is wrong with it."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Settings of profiles of single steps."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -13,11 +13,13 @@ import yaml
 from rlframe.loops.saving.manifest import claim_owner, named_checkpoints
 from rlframe.megatron.config.train import Schedule
 from rlframe.run.config import RunConfig
+from rlframe.run.differences import differences
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError
 from rlframe.utils.faults import Fault
 from rlframe.utils.files import write_whole, writing
 from rlframe.utils.lock import FolderLock
+from rlframe.utils.nested import flat
 from rlframe.utils.secrets import hidden, without_secrets
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ FREE_ON_RESUME = (
     "output",
     "steps",
     "logging",
+    "profile",
     "cluster",
     "data.cache_folder",
     "data.cache_gb",
@@ -56,7 +59,7 @@ COURSES = ("train.optimizer", "critic.train.optimizer")
 """Sections whose decay_steps may change with `steps`, but not by itself."""
 
 
-def claim(run: RunConfig, overrides: Sequence[str] = ()) -> FolderLock:
+def claim(run: RunConfig, overrides: Sequence[str] | None = None) -> FolderLock:
     """Creates the folder of the run in its mode, if needed, and returns its lock. Writes the resolved configuration to
     `config.yaml`, what the command set beyond its config file to `overrides.yaml`, and the run's identity to
     `run.json`. The folder belongs to this process until the lock is closed.
@@ -64,6 +67,9 @@ def claim(run: RunConfig, overrides: Sequence[str] = ()) -> FolderLock:
     A folder with the same configuration is a run to resume. Settings of FREE_ON_RESUME may differ, such as `steps`,
     `cluster.*` and `train.parallel`. Where the learning rate follows the run's length, another `steps` needs a
     decay_steps: that of the steps before, or a new one.
+
+    Args:
+        overrides: of the command. None means that no command began the run, so that they are its `differences`.
 
     Raises:
         ConfigError: the folder cannot be written to, is in use by another process, or belongs to a run with another
@@ -78,7 +84,8 @@ def claim(run: RunConfig, overrides: Sequence[str] = ()) -> FolderLock:
         lock = FolderLock(folder)
         try:
             _settle(folder, without_secrets(as_dict(run)))
-            write_whole(folder / OVERRIDES, yaml.safe_dump([hidden(each) for each in overrides]).encode())
+            written = differences(run) if overrides is None else overrides
+            write_whole(folder / OVERRIDES, yaml.safe_dump([hidden(each) for each in written]).encode())
         except BaseException:
             lock.close()
             raise
@@ -92,7 +99,7 @@ def _settle(folder: Path, plain: dict[str, Any]) -> None:
     file = folder / "config.yaml"
     if file.exists():
         _refuse_another_run(file, plain)
-    fixed = {key: value for key, value in _flat(plain) if not _free(key) and key not in _decays()}
+    fixed = {key: value for key, value in flat(plain).items() if not _free(key) and key not in _decays()}
     digest = hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
     claim_owner(folder, digest)
     write_whole(file, yaml.safe_dump(plain, sort_keys=False).encode())
@@ -100,12 +107,12 @@ def _settle(folder: Path, plain: dict[str, Any]) -> None:
 
 def _refuse_another_run(file: Path, plain: dict[str, Any]) -> None:
     try:
-        there = dict(_flat(yaml.safe_load(file.read_text(encoding="utf-8"))))
+        there = flat(yaml.safe_load(file.read_text(encoding="utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             [Fault("output", said=f"{file} is not readable YAML, choose another folder: {error}")]
         ) from error
-    here = dict(_flat(plain))
+    here = flat(plain)
     faults = [
         Fault("output", said=f"{file} has {key}={there.get(key, 'nothing')}, this run has {here.get(key, 'nothing')}")
         for key in here | there
@@ -160,12 +167,3 @@ def _decay_steps(flat: Mapping[str, Any], section: str) -> int | None:
 
 def _free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the scalars and lists of a nested dict by dotted key."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value

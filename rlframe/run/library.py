@@ -9,6 +9,7 @@ from rlframe.run.check import check
 from rlframe.run.compose.run import run as run_loop
 from rlframe.run.config import RunConfig
 from rlframe.run.folder import claim
+from rlframe.utils.errors import RlframeError
 
 
 def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
@@ -16,6 +17,8 @@ def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, f
     or goes on there from the last checkpoint; or evaluates, or generates (`mode`).
 
     Signals stay the caller's: Ctrl-C raises KeyboardInterrupt, and the next call goes on from the last checkpoint.
+
+    What differs from the recipe goes into `overrides.yaml`, as the command line's overrides would.
 
     Args:
         config: of `rlframe.load`. It may be changed before.
@@ -35,7 +38,10 @@ def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, f
         observers = Callbacks(callbacks, stop)
         try:
             return run_loop(config, stop, callbacks=observers)
-        except Stopped:
+        except Stopped as stopped:
+            # By an alert, or because a process of Ray died.
+            if stop.code == 1:
+                raise RlframeError(str(stopped)) from None
             if not observers.asked:
                 raise
             observers.on_end()

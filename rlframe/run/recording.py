@@ -3,11 +3,10 @@
 import json
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from rlframe.attempts.recording import Recording
 from rlframe.models.tokenizer import fingerprint
 from rlframe.run.config import RunConfig
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop")
 """Settings of the rollout that shape the groups."""

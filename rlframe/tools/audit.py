@@ -9,7 +9,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Life:
 
 
 class Run:
-    """A run's settings and the lives of its leases."""
+    """A run's settings, and its events by kind."""
 
     def __init__(self, output: Path, account: Account):
         """Reads the settings and sorts the events.
@@ -74,20 +74,15 @@ class Run:
         """Whether the data was read as it was needed, so that repeated records were dealt repeatedly."""
         self.torn = account.torn
         self.open = open_among(account.events)
-        self.lives: defaultdict[int, Life] = defaultdict(Life)
-        for event in account.events:
-            life = self.lives[event.lease]
-            if isinstance(event, Leased):
-                life.taken.append(event)
-            elif isinstance(event, Carried):
-                life.carried.append(event)
-            else:
-                life.ends.append(event)
+        self.leased = [event for event in account.events if isinstance(event, Leased)]
+        self.ends = [event for event in account.events if isinstance(event, Trained | Dropped)]
         self.trained = [event for event in account.events if isinstance(event, Trained)]
         self.dropped = [event for event in account.events if isinstance(event, Dropped)]
         self.carried = [event for event in account.events if isinstance(event, Carried)]
         self.last_step = max((event.step for event in account.events), default=0)
         self.saved_step = max(map(step_of, named_checkpoints(output / "checkpoints")), default=0)
+        self.begun = {event.lease: event for event in reversed(self.leased)}
+        """The first beginning of each lease."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,7 +131,7 @@ def report(run: Run) -> Iterator[str]:
     yield f"steps: {done} of {run.steps}, {run.prompts_per_step} prompts each"
     reasons = Counter(event.reason for event in run.dropped)
     yield (
-        f"leases: {len(run.lives)}, of which {len(run.trained)} trained on, {len(run.dropped)} dropped, "
+        f"leases: {len(run.begun)}, of which {len(run.trained)} trained on, {len(run.dropped)} dropped, "
         f"{len(run.open)} in flight"
     )
     for reason, count in reasons.most_common():
@@ -148,7 +143,7 @@ def report(run: Run) -> Iterator[str]:
         yield f"in flight: {_named(lease)}, since step {lease.step}"
     if len(run.open) > SHOWN:
         yield f"in flight: and {len(run.open) - SHOWN} more"
-    repeated = sum(len(leases) > 1 for leases in _by_prompt(run).values()) if run.streaming else 0
+    repeated = len(_repeated(run)) if run.streaming else 0
     if repeated:
         yield f"{repeated} prompts came more than once in an epoch, as repeated records do with data.streaming=true"
     if run.torn:
@@ -164,7 +159,7 @@ def report(run: Run) -> Iterator[str]:
 
 def length_table(run: Run) -> Iterator[str]:
     """Yields the distribution of the responses' lengths: of those trained on, and of those thrown away by reason."""
-    trained = [length for event in run.trained for length in event.tokens]
+    trained = list(chain.from_iterable(event.tokens for event in run.trained))
     dropped: defaultdict[str, list[int]] = defaultdict(list)
     for event in run.dropped:
         dropped[f"dropped: {event.reason}"] += event.lengths
@@ -177,7 +172,8 @@ def length_table(run: Run) -> Iterator[str]:
     yield f"{'sampled tokens':<{width}}  responses      mean" + "".join(f"{name:>10}" for name in QUANTILES)
     for name, lengths in rows.items():
         if lengths:
-            numbers = [np.mean(lengths), *np.quantile(lengths, list(QUANTILES.values()))]
+            counts = np.array(lengths)
+            numbers = [np.mean(counts), *np.quantile(counts, list(QUANTILES.values()))]
             yield f"{name:<{width}}{len(lengths):>11}" + "".join(f"{number:>10.1f}" for number in numbers)
     if trained and thrown and np.mean(trained):
         ratio = np.mean(thrown) / np.mean(trained)
@@ -206,7 +202,7 @@ def faults(run: Run) -> Iterator[str]:
 
 def ended_once(run: Run) -> Iterator[str]:
     """Yields leases that ended twice, were taken twice or were never taken."""
-    for lease, life in run.lives.items():
+    for lease, life in lives(run).items():
         if len(life.taken) > 1:
             yield f"lease {lease} was taken {len(life.taken)} times: {', '.join(map(_named, life.taken))}"
         if not life.taken:
@@ -222,21 +218,39 @@ def ended_once(run: Run) -> Iterator[str]:
                 yield f"lease {lease} was carried over {count} times from step {step}"
 
 
+def lives(run: Run) -> Mapping[int, Life]:
+    """Returns the events of each lease that has others than a beginning and at most one end."""
+    begun, ended = Counter(event.lease for event in run.leased), Counter(event.lease for event in run.ends)
+    chosen = {lease for counts in (begun, ended) for lease, count in counts.items() if count > 1}
+    chosen |= (ended.keys() - begun.keys()) | {event.lease for event in run.carried}
+    found = {lease: Life() for lease in sorted(chosen)}
+    for event in run.leased:
+        if event.lease in chosen:
+            found[event.lease].taken.append(event)
+    for event in run.ends:
+        if event.lease in chosen:
+            found[event.lease].ends.append(event)
+    for event in run.carried:
+        found[event.lease].carried.append(event)
+    return found
+
+
 def leased_once(run: Run) -> Iterator[str]:
     """Yields prompts that were leased more than once in an epoch, unless their records may be repeated."""
     if run.streaming:
         return
-    for (prompt, epoch), leases in _by_prompt(run).items():
-        if len(leases) > 1:
-            yield f"prompt {prompt} of epoch {epoch} was leased {len(leases)} times: leases {_listed(leases)}"
+    for (prompt, epoch), leases in _repeated(run).items():
+        yield f"prompt {prompt} of epoch {epoch} was leased {len(leases)} times: leases {_listed(leases)}"
 
 
 def nothing_skipped(run: Run) -> Iterator[str]:
     """Yields prompts that were leased in an epoch, but not in the one before."""
-    leased = _by_prompt(run)
-    for (prompt, epoch), leases in leased.items():
+    if not any(event.epoch for event in run.leased):
+        return
+    leased = {(event.prompt, event.epoch): event.lease for event in run.begun.values()}
+    for (prompt, epoch), lease in leased.items():
         if epoch > 0 and (prompt, epoch - 1) not in leased:
-            yield f"prompt {prompt} was skipped in epoch {epoch - 1}: lease {leases[0]} is of epoch {epoch}"
+            yield f"prompt {prompt} was skipped in epoch {epoch - 1}: lease {lease} is of epoch {epoch}"
 
 
 def fresh(run: Run) -> Iterator[str]:
@@ -331,12 +345,13 @@ def complete(run: Run) -> Iterator[str]:
         yield f"{LEDGER} ends in step {run.last_step}, but there is a checkpoint of step {run.saved_step}"
 
 
-def _by_prompt(run: Run) -> Mapping[tuple[str, int], list[int]]:
-    """Returns the leases of each prompt in each epoch."""
+def _repeated(run: Run) -> Mapping[tuple[str, int], list[int]]:
+    """Returns the leases of each prompt that was leased more than once in an epoch."""
+    counts = Counter((event.prompt, event.epoch) for event in run.begun.values())
     found: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    for lease, life in run.lives.items():
-        for taken in life.taken[:1]:
-            found[taken.prompt, taken.epoch].append(lease)
+    for lease, event in reversed(run.begun.items()):
+        if counts[event.prompt, event.epoch] > 1:
+            found[event.prompt, event.epoch].append(lease)
     return dict(found)
 
 

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from rlframe.data.kinds import find_source
 from rlframe.data.prompts import PromptSource
 from rlframe.data.text.special_tokens import special_tokens
@@ -22,6 +20,7 @@ from rlframe.models.hub import resolve
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.run.config import RunConfig
 from rlframe.run.load import add_arguments, of_arguments
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.registry import find

@@ -176,3 +176,6 @@ class TrainBatch(Batch):
     chosen: Bool[Tensor, " T"] | None = by_token(default=None)
     """[T] True for tokens that the algorithm treats differently, chosen over the whole batch. None if there are
     none."""
+    kept: Bool[Tensor, " R"] | None = by_sequence(default=None)
+    """[R] True for sequences whose logprobs the training pass returns; see `TrainResult.kept_logprobs`. None if
+    nobody asks for any."""

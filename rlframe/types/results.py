@@ -166,9 +166,32 @@ class LossOutput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PassResult:
+    """Result of the training pass of one micro-batch, on one rank of the last pipeline stage."""
+
+    metrics: dict[str, Metric]
+    """Metrics of its share of the loss."""
+    kept_logprobs: Float[Tensor, " T_kept"]
+    """[T_kept] nats of the sequences that are marked as `kept`, on the CPU. Empty if none is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateResult:
+    """Result of one optimizer step on one rank."""
+
+    metrics: dict[str, Metric]
+    """Metrics merged over the rank's micro-batches."""
+    kept_logprobs: list[Float[Tensor, " T_kept"]] = field(default_factory=list)
+    """See PassResult, for each micro-batch. Empty unless this rank reports."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
     """Result of one call of `policy.train`."""
 
     metrics: dict[str, float]
     """Metrics merged over ranks, micro-batches and optimizer steps."""
     num_optimizer_steps: int
+    kept_logprobs: Float[Tensor, " T_kept"] | None = None
+    """[T_kept] nats of the batch's sequences that are marked as `kept`, one after the other, under the weights of their
+    first training pass: in a step of one update those before it. None if none is marked."""

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlframe.utils.calls import RankCall
+from rlframe.utils.memory import MemoryUse
 from rlframe.weight_sync.layout.boxes import Region
 from rlframe.weight_sync.layout.memory import MemoryLayout
 from rlframe.weight_sync.layout.wire import WireLayout, pack, unpack
@@ -73,6 +74,8 @@ class Received:
     """Seconds of computing digests."""
     num_bytes: int
     """Bytes written by the transport."""
+    memory: MemoryUse
+    """Memory of the rank's process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

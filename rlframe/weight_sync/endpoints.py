@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
+from rlframe.utils.memory import used
 from rlframe.weight_sync.border import DestinationInfo, DestinationRank, Held, Received, Sent, SourceInfo, SourceRank
 from rlframe.weight_sync.host_copy import HostCopy
 from rlframe.weight_sync.layout.boxes import Region
@@ -199,7 +200,7 @@ class WeightDestination(DestinationRank):
             pull_s = time.perf_counter() - start
             digests = self.digests()
             verify_s = time.perf_counter() - start - pull_s
-        return Received(digests=digests, pull_s=pull_s, verify_s=verify_s, num_bytes=self._num_bytes)
+        return Received(digests=digests, pull_s=pull_s, verify_s=verify_s, num_bytes=self._num_bytes, memory=used())
 
     def digests(self) -> NDArray[np.uint64]:
         """Returns [tensors of the layout] digest shares of this rank's memory; after a reload, of the tensors it last

@@ -100,6 +100,13 @@ def make_model(path: str, folder: Path, *, shrunk: bool) -> Path:
     return folder
 
 
+def make_corpus(folder: Path) -> Path:
+    """A file of documents for the tool search."""
+    file = folder / "corpus.jsonl"
+    file.write_text('{"title": "Here", "text": "It is there."}\n')
+    return file
+
+
 def draw_weights(folder: Path) -> None:
     """Writes random weights, for a model that a run does not draw itself."""
     family = load_family(folder)
@@ -117,6 +124,7 @@ def _records(path: str) -> list[dict[str, Any]]:
     shapes = {
         "openai/gsm8k:main": [{"question": f"{a} + 1?", "answer": f"Add.\n#### {a + 1}"} for a in numbers],
         "open-r1/DAPO-Math-17k-Processed:en": [{"prompt": f"{a} + 1?", "solution": str(a + 1)} for a in numbers],
+        "search_task/questions.jsonl": [{"prompt": f"Where is {a}?", "answer": "There."} for a in numbers],
         "yahma/alpaca-cleaned": [{"instruction": "Add 1.", "input": str(a), "output": str(a + 1)} for a in numbers],
         "trl-lib/ultrafeedback_binarized": [
             {"chosen": _turns(f"{a} + 1?", str(a + 1)), "rejected": _turns(f"{a} + 1?", "no")} for a in numbers

@@ -37,7 +37,9 @@ def test_every_node_is_asked_and_the_one_that_differs_is_named(address: str, tmp
     assert done.returncode == 1, done.stderr
     told = json.loads(done.stdout)
     nodes = told["nodes"]
-    assert len(nodes) == 2 and all(node["error"] == "" and abs(node["skew_s"]) < 1 for node in nodes)
+    assert len(nodes) == 2 and all(node["error"] == "" for node in nodes)
+    # They have one clock, but for a millisecond in which the kernel may turn it.
+    assert all(abs(node["skew_s"]) <= node["uncertainty_s"] + 1e-3 for node in nodes)
     (odd,) = [node["name"] for node in nodes if "NCCL_IB_DISABLE" in node["facts"]["environment"]]
     differing = [one for one in told["findings"] if "on 1 of the others" in one["what"]]
     assert [one["what"].split()[0] for one in differing] == ["NCCL_IB_DISABLE"]

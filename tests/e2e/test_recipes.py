@@ -22,7 +22,7 @@ from rlframe.run.preflight.plan import plan
 from rlframe.run.roles import topology
 from rlframe.tools.plan import on
 from rlframe.utils.errors import ConfigError
-from tests.e2e.recipes import draw_weights, make_data, make_model
+from tests.e2e.recipes import draw_weights, make_corpus, make_data, make_model
 from tests.meta.checkout import ROOT
 from tests.multiprocess.forks import forked_workers
 from tests.multiprocess.program import REWARD, lines
@@ -58,7 +58,8 @@ SHORT = {
 SHORT_ONLINE = {"rollout.name": "transformers", "rollout.num_engines": 1, "rollout.max_tokens": 8, "reward.workers": 1}
 OWN = {"dapo_qwen3_8b": {"reward.parts.math.name": f"{REWARD}:score"}}
 """Settings of single recipes: dynamic sampling needs a reward that random answers earn."""
-USUAL = {"dpo_qwen3_8b", "grpo_qwen3_4b_python"}
+CORPUS = "environment.options.tools.search.options.corpus"
+USUAL = {"dpo_qwen3_8b", "grpo_qwen3_4b_search"}
 """The recipes that `make test` runs."""
 
 
@@ -72,7 +73,13 @@ def stand_ins(values: dict[str, Any], folder: Path, *, shrunk: bool) -> dict[str
     if shrunk and "teacher" in models:
         draw_weights(models["teacher"])
     data = make_data(values["data"]["path"], folder / "data.jsonl")
-    return {f"{role}.path": path for role, path in models.items()} | {"data.path": data, "model.random_init": "true"}
+    tools = values.get("environment", {}).get("options", {}).get("tools", {})
+    corpus = {CORPUS: make_corpus(folder)} if "search" in tools else {}
+    return (
+        corpus
+        | {f"{role}.path": path for role, path in models.items()}
+        | {"data.path": data, "model.random_init": "true"}
+    )
 
 
 def hardware(name: str) -> tuple[int, str]:

@@ -49,10 +49,11 @@ def test_a_recording_has_every_trained_group(recorded: Path) -> None:
 
 def test_a_replay_gives_equal_losses_gradients_and_weights_without_engines(recorded: Path, tmp_path: Path) -> None:
     folder = tmp_path / "replay"
-    with Program(folder, RECORDED | ELSEWHERE | {"rollout.replay": recorded}) as program:
+    with Program(folder, RECORDED | ELSEWHERE | {"rollout.replay": recorded}, held=["step 1"]) as program:
         program.wait_for_step(1)
         assert any(titled(child, "ray::MegatronWorker") for child in program.children)
         assert not any(titled(child, "ray::RolloutWorker") for child in program.children)
+        program.go_on("step 1")
         assert program.finish() == 0, program.errors()
     assert [line["step"] for line in trained(folder)] == [1, 2, 3]
     assert trained(folder) == trained(recorded) and all(line["train/grad_norm"] > 0 for line in trained(folder))
@@ -64,7 +65,7 @@ def test_a_replay_gives_equal_losses_gradients_and_weights_without_engines(recor
 @pytest.mark.thorough
 def test_a_replay_that_was_killed_goes_on_to_the_same_weights(recorded: Path, tmp_path: Path) -> None:
     folder, settings = tmp_path / "replay", RECORDED | ELSEWHERE | {"rollout.replay": recorded}
-    with Program(folder, settings) as program:
+    with Program(folder, settings, held=["step 2"]) as program:
         program.wait_for(lambda: (folder / "checkpoints" / "step-00000001" / "COMPLETE").exists())
         program.kill()
     run(folder, settings)

@@ -52,7 +52,7 @@ def on_gpu(rank: int, init_method: str, folder: str, layout: str) -> dict[str, A
         "pieces": trainer.export(list(trainer.layout.tensors), torch.bfloat16),
         "shapes": {name: tuple(value.shape) for name, value in trainer.model.parameters.items()},
         "shard": trainer.model.shards[0],
-        "grad_norm": trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value,
+        "grad_norm": trainer.train([mine], Weighted(), first_step=0)[0].metrics["train/grad_norm"].value,
     }
 
 

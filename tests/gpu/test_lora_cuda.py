@@ -70,7 +70,7 @@ def on_gpu(rank: int, init_method: str, root: str, name: str, layout: str, recom
     measured["gradients"] = {
         key: [(region, value.float().cpu()) for region, value in boxes] for key, boxes in pieces.items()
     }
-    measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value
+    measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0].metrics["train/grad_norm"].value
     measured["reference_after"] = trainer.logprobs(mine, reference=True)
     measured["base_kept"] = all(torch.equal(base[key], value) for key, value in trainer.model.parameters.items())
     return measured

@@ -72,7 +72,7 @@ def on_gpu(rank: int, init_method: str, folder: str, train: dict[str, Any]) -> d
         slept["woken"] = trainer.wake()
     results += trainer.train(all_steps[2:], Weighted(), first_step=2)
     return {
-        "metrics": [{key: metric.value for key, metric in step.items()} for step in results],
+        "metrics": [{key: metric.value for key, metric in step.metrics.items()} for step in results],
         "weights": {
             name: parts[0][1] for name, parts in trainer.export(list(trainer.layout.tensors), torch.float32).items()
         },

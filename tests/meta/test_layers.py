@@ -19,7 +19,7 @@ def test_the_import_contracts_hold() -> None:
 
 def test_checking_a_configuration_loads_no_heavy_package() -> None:
     program = (
-        "import sys, rlframe.run.check, rlframe.config.load, rlframe.run.folder, rlframe.main\n"
+        "import sys, rlframe.run.check, rlframe.config.load, rlframe.run.folder, rlframe.launch\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'ray', 'vllm', 'sglang', 'megatron'}))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

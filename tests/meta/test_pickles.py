@@ -8,6 +8,7 @@ from tests.meta.checkout import ROOT, python_files
 
 BETWEEN_PROCESSES = {
     "rlframe/attempts/sessions/worker.py",
+    "rlframe/data/parallel.py",
     "rlframe/processes/worker.py",
     "rlframe/rollout/sglang/engine.py",
     "rlframe/rollout/sglang/host.py",

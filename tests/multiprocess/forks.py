@@ -32,6 +32,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from tests.multiprocess import held
+
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "torch._dynamo",
@@ -259,6 +261,8 @@ def _begin(environment: dict[str, str], folder: str, handles: list[int]) -> None
     os.chdir(folder)
     if environment.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
+    if held.FOLDER in environment:
+        held.install()
 
 
 def _leave_by(function: Callable[..., None], *arguments: Any) -> NoReturn:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -19,10 +19,12 @@ from safetensors.torch import load_file
 from rlframe.cluster.reaper import lives
 from rlframe.cluster.watch.marks import Page
 from tests.multiprocess.forks import Fork
+from tests.multiprocess.held import FOLDER
+from tests.until import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 REWARD = ROOT / "examples/benchmarks/even_characters.py"
-DEADLINE_S = 180.0
+DEADLINE_S = 300.0
 """Nothing here takes longer; a test that waits this long has failed."""
 QUICK = {
     "model.random_init": "true",
@@ -70,10 +72,12 @@ class Program:
         config: str = "grpo_qwen3_moe",
         environment: dict[str, str] | None = None,
         fresh: bool = False,
+        held: Sequence[str] = (),
     ):
         """Start it. `folder` becomes the run's output; the process works in its parent.
 
         Args:
+            held: moments at which it waits for `go_on`; see `tests.multiprocess.held`. Not if it is fresh.
             fresh: whether it and all its processes are started as a user's are, instead of forked (see `forks`).
         """
         self.folder = folder
@@ -82,6 +86,13 @@ class Program:
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._errors = (folder.parent / f"{folder.name}.stderr").open("w+")
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._held = folder.parent / f"{folder.name}.held"
+        if held:
+            assert not fresh, "a fresh process knows nothing of its test"
+            self._held.mkdir(exist_ok=True)
+            variables[FOLDER] = str(self._held)
+        for moment in held:
+            (self._held / moment).touch()
         self.process: subprocess.Popen[bytes] | Fork
         if fresh or torch.cuda.is_available():
             self.process = subprocess.Popen(
@@ -115,6 +126,10 @@ class Program:
             assert time.monotonic() < deadline, f"waited {patience_s} s:\n{self.errors()}"
             time.sleep(every_s)
         self.children = self.started()
+
+    def go_on(self, moment: str) -> None:
+        """Lets it go on from a moment at which it was held."""
+        (self._held / moment).unlink()
 
     def started(self) -> list[psutil.Process]:
         """Every process under it now."""
@@ -179,7 +194,7 @@ class Program:
         """Returns the exit code."""
         return self.process.wait(deadline_s)
 
-    def survivors(self, patience_s: float = 20.0) -> list[psutil.Process]:
+    def survivors(self, patience_s: float = PATIENCE_S) -> list[psutil.Process]:
         """Which of `children` are still alive after `patience_s` seconds at most."""
         deadline = time.monotonic() + patience_s
         left = self.children

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.main import tool_of
+from rlframe.launch import tool_of
 from rlframe.utils.errors import UsageError
 from tests.multiprocess.door import rlframe
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.attempts.rendering.config import History, RenderingConfig
 from rlframe.attempts.rendering.formats.base import Format, NoCalls
@@ -28,6 +27,7 @@ from rlframe.data.text.special_tokens import Rendering, marked, special_tokens, 
 from rlframe.data.text.template import text_of_template
 from rlframe.data.text.tool_calls import Tool
 from rlframe.types.messages import Message
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError, SettingError
 
 Ids = Int32[np.ndarray, " L"]

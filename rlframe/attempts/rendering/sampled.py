@@ -2,9 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from transformers import PreTrainedTokenizerBase
-
 from rlframe.data.text.special_tokens import Rendering, marked, marks_for, special_tokens
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 
 WHERE = "a sampled turn"
 

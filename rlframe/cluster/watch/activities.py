@@ -3,9 +3,10 @@ them."""
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.limits import Limits
@@ -54,6 +55,8 @@ class Activities:
         self.num_changes = 0
         """Number of changes: it grows when an activity begins or ends or an answer arrives, which shows that the driver
         is running."""
+        self.around: Callable[[Activity], AbstractContextManager[Any]] = nullcontext
+        """Block around each activity; a profile sets it."""
 
     def current(self) -> list[Activity]:
         """Returns the activities under way."""
@@ -73,7 +76,8 @@ class Activities:
             self.num_changes += 1
         mark(activity.name)
         try:
-            yield activity
+            with self.around(activity):
+                yield activity
         finally:
             with self._lock:
                 self._current.remove(activity)

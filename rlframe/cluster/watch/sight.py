@@ -127,11 +127,12 @@ def ask(log: pathlib.Path, pid: int, page: Page | None) -> str:
     begin = stacks.stat().st_size if stacks.is_file() else 0
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, STACK_SIGNAL)
-    deadline = time.monotonic() + ANSWER_S
+    deadline, size = time.monotonic() + ANSWER_S, begin
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        printed = stacks.is_file() and stacks.stat().st_size > begin
-        if printed and (page is None or page.requests()[1] >= number):
+        before, size = size, stacks.stat().st_size if stacks.is_file() else begin
+        # Stacks are printed line by line. They are whole when nothing was added since the look before.
+        if begin < before == size and (page is None or page.requests()[1] >= number):
             break
     if not stacks.is_file():
         return ""

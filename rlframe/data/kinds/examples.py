@@ -1,7 +1,5 @@
 """Whole conversations of which the assistant's turns are learned: supervised fine-tuning."""
 
-from transformers import PreTrainedTokenizerBase
-
 from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
 from rlframe.data.records import Record
@@ -9,6 +7,7 @@ from rlframe.data.text.conversations import Conversation, understand
 from rlframe.data.text.turns import Encoded, encode_turns
 from rlframe.data.training import TrainingSource, examples_of
 from rlframe.types.supervised import Examples
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 

@@ -159,7 +159,24 @@ def _chosen_and_rejected(record: Record, config: DataConfig) -> tuple[Turns, lis
             f"assistant's turn on, found that turn {common} is from {chosen[common]['role']!r} in one and "
             f"{rejected[common]['role']!r} in the other"
         )
+    _check_prompt(record, prompt)
     return prompt, responses
+
+
+def _check_prompt(record: Record, common: Turns) -> None:
+    """Raises DataError if the record has a prompt that is not what two whole conversations begin with."""
+    value = record.fields.get("prompt")
+    said = [turn["content"].strip() for turn in common]
+    if isinstance(value, list) and value:
+        given = [turn["content"].strip() for turn in message_list(record, "prompt", value)]
+    else:
+        given = [value.strip()] if isinstance(value, str) and value.strip() else []
+    if given and said[-len(given) :] != given:
+        raise DataError(
+            f"{record.where}: expected 'chosen' and 'rejected' to begin with the assistant, or as whole conversations "
+            f"with the turns of 'prompt', found another beginning, {said[-1]!r:.60}; remove 'prompt', or the turns "
+            "before the responses"
+        )
 
 
 def _ranked(record: Record, config: DataConfig) -> tuple[Turns, list[Turns], list[tuple[int, int, float]]]:

@@ -34,10 +34,7 @@ class TextSource(TrainingSource[Item]):
         if self.config.text_layout is TextLayout.SEPARATE:
             return super().make(readings, channel)
 
-        def work(places: range) -> list[np.ndarray]:
-            return [self._token_ids(readings[place]) for place in places]
-
-        documents = [document for some in self.spread(work, len(readings)) for document in some]
+        documents = [document for some in self.spread(self._documents, readings) for document in some]
         joined = np.concatenate(documents) if documents else np.zeros(0, dtype=np.int32)
         # The numbers are part of the ids that shuffling goes by; the fingerprint sees other documents by their tokens.
         return self._cut(joined, f"{self.channels[channel]}:", channel)
@@ -49,6 +46,9 @@ class TextSource(TrainingSource[Item]):
     def batch(self, items: list[Item]) -> Examples:
         """Returns R sequences packed to T tokens, in their order."""
         return examples_of(items, self.channels)
+
+    def _documents(self, readings: Sequence[Document]) -> list[np.ndarray]:
+        return [self._token_ids(reading) for reading in readings]
 
     def _token_ids(self, reading: Document) -> np.ndarray:
         token_ids = token_ids_of(reading.text, self.tokenizer, config=self.config, where=reading.record.where)

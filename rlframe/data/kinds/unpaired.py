@@ -3,7 +3,7 @@
 | shape | response | verdict |
 |---|---|---|
 | {messages, label} | the last turn | label |
-| {prompt, completion, label}, and whatever else `conversations` knows | the completion | label |
+| {prompt, completion, label}, as text or messages, and whatever else `conversations` knows | the completion | label |
 | LLaMA-Factory {instruction, input, output, kto_tag} | output | kto_tag |
 """
 
@@ -76,6 +76,12 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
         if not isinstance(value, bool):
             raise DataError(f"{record.where}: expected {key!r} to be true or false, found {value!r:.60}")
         conversation = ExampleSource.understand(record, config)
+        completion = record.fields.get("completion")
+        if isinstance(completion, list) and len(completion) > 1:
+            raise DataError(
+                f"{record.where}: expected 'completion' to be one message, as a label judges the last turn alone, "
+                f"found {len(completion)}; put the messages before it into the prompt"
+            )
         if conversation.weights[-1] != 1:
             raise DataError(
                 f"{record.where}: expected no weight on the response, which counts as a whole, found "

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
 from rlframe.data.text.special_tokens import Rendering, encode_renderings, marked, marks_for, special_tokens
@@ -17,6 +16,7 @@ from rlframe.data.text.template import kwargs_faults
 from rlframe.data.text.tool_calls import Tool, names_in, with_arguments_as_text
 from rlframe.models.chat_template import proposal
 from rlframe.types.messages import Message
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import ConfigError, DataError
 
 encode = encode_renderings

@@ -5,6 +5,7 @@
 | GSM8K {question, answer} | question | answer | the number after `####` |
 | {prompt, answer} | prompt | answer | answer |
 | {prompt, response} or {prompt, completion} | prompt | response | answer, else response |
+| TRL {prompt: [{role, ...}], completion: [{role, ...}]} | prompt | of completion | answer, else the last turn |
 | verl {prompt: [{role, content}], reward_model: {ground_truth}} | prompt | none | ground_truth |
 | {messages: [{role, content}]} | up to the last assistant turn | its turns | answer, else the last turn |
 | sharegpt {conversations: [{from, value}], system} | the same | the same | the same |
@@ -40,6 +41,8 @@ ROLES = {
 }
 PROMPT_KEYS = ("messages", "conversations", "instruction", "question", "prompt")
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
+OF_MESSAGES = ("completion", "response")
+"""Fields of the response that may hold a list of messages."""
 UNREAD_KEYS = ("images", "videos", "audios")
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*\Z")
 
@@ -90,7 +93,13 @@ def understand(record: Record, config: DataConfig) -> Conversation:
     messages = prompt_messages(record, config)
     weights = _weights(record, config, len(messages))
     response_key = config.answer_key or next((key for key in RESPONSE_KEYS if key in record.fields), None)
-    response = _text(record, response_key) if response_key else None
+    if response_key in OF_MESSAGES and isinstance(turns := record.fields.get(response_key), list):
+        more = _completion(record, response_key, turns, messages)
+        # As in TRL, what stands in the prompt is not learnt.
+        weights = [*_weights(record, config, len(messages), default=0.0), *_weights_of(record, response_key, turns)]
+        messages, response = [*messages, *more], None
+    else:
+        response = _text(record, response_key) if response_key else None
     if response is not None and messages[-1]["role"] != "assistant":
         messages, weights = [*messages, {"role": "assistant", "content": response}], [*weights, 1.0]
     answer = _answer(record, config.answer_key)
@@ -134,17 +143,40 @@ def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
     return messages
 
 
-def _weights(record: Record, config: DataConfig, count: int) -> list[float]:
-    """Returns `count` weights of messages: 1.0, unless the message says another in its `weight`."""
-    key = config.prompt_key or next((key for key in PROMPT_KEYS if key in record.fields), None)
-    turns = record.fields[key] if key and isinstance(record.fields[key], list) else []
-    weights = [1.0] * count
+def _completion(record: Record, key: str, turns: list[Any], prompt: Sequence[Message]) -> list[Message]:
+    """Returns the turns of a completion that is a list of messages."""
+    found = message_list(record, key, turns)
+    if not found or found[0]["role"] != "assistant":
+        begins = f"one from {found[0]['role']!r}" if found else "none"
+        raise DataError(
+            f"{record.where}: expected the messages of {key!r} to begin with the assistant's, found {begins}; put "
+            "messages before it into the prompt"
+        )
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(
+            f"{record.where}: expected the prompt to end with the user or a tool where {key!r} is a list of messages, "
+            f"found that both are of the assistant; put the beginning of the response into {key}[0]"
+        )
+    return found
+
+
+def _weights(record: Record, config: DataConfig, count: int, *, default: float = 1.0) -> list[float]:
+    """Returns `count` weights of messages: `default`, unless the message says another in its `weight`."""
+    key = config.prompt_key or next((key for key in PROMPT_KEYS if key in record.fields), "")
+    value = record.fields.get(key)
+    own = _weights_of(record, key, value, default=default) if isinstance(value, list) else []
     # A system message from elsewhere stands before them.
-    for index, turn in enumerate(turns, start=count - len(turns)):
+    return [default] * (count - len(own)) + own
+
+
+def _weights_of(record: Record, key: str, turns: list[Any], *, default: float = 1.0) -> list[float]:
+    """Returns the weights of the messages in the list at the field `key`."""
+    weights = [default] * len(turns)
+    for index, turn in enumerate(turns):
         weight = turn.get("weight")
         if weight is None:
             continue
-        where = f"{record.where}: expected {key}[{index - count + len(turns)}].weight"
+        where = f"{record.where}: expected {key}[{index}].weight"
         if not is_number(weight) or weight < 0:
             raise DataError(f"{where} to be a number of at least 0, found {weight!r:.60}")
         if weight and ROLES[turn.get("role", turn.get("from"))] != "assistant":
@@ -253,6 +285,9 @@ def _text(record: Record, key: str) -> str | None:
     if key not in record.fields:
         raise DataError(f"{record.where}: expected the field {key!r} (data.answer_key), found {record.names}")
     value = record.fields[key]
+    if key in OF_MESSAGES and isinstance(value, list):
+        # A completion of messages, whose last turn is the answer.
+        return None
     if value is None or isinstance(value, str):
         return value
     if is_number(value):

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
 from rlframe.data.records import Record
 from rlframe.data.text.special_tokens import encode_as_text
 from rlframe.data.text.turns import Tokens
 from rlframe.types.messages import Message
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 

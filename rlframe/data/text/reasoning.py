@@ -4,12 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from rlframe.data.records import Record
 from rlframe.data.text.special_tokens import Rendering
 from rlframe.data.text.template import text_of_template
 from rlframe.types.messages import Message
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 KEYS = ("reasoning_content", "reasoning", "thinking")

@@ -12,8 +12,7 @@ from functools import cache
 from itertools import count
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 REMEDY = "take it out of the data, or set data.special_tokens_in_text=true to let it be that token"

@@ -8,15 +8,13 @@ from functools import cache
 import jinja2
 import jinja2.ext
 from jinja2 import meta
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.faults import Fault
 
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """Tags that transformers adds to Jinja."""
-TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
-"""Names that rlframe and transformers give to templates themselves."""
 
 
 def text_of_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -40,10 +38,12 @@ def kwargs_faults(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Ite
     if not config.chat_template_kwargs:
         return
     read = names_read(text_of_template(tokenizer))
-    listed = ", ".join(sorted(read - TAKEN - set(tokenizer.special_tokens_map))) or "none"
+    # What rlframe and transformers give to templates themselves.
+    taken = {*inspect.signature(type(tokenizer).apply_chat_template).parameters, "messages"}
+    listed = ", ".join(sorted(read - taken - set(tokenizer.special_tokens_map))) or "none"
     for name in config.chat_template_kwargs:
         key = f"data.chat_template_kwargs.{name}"
-        if name in TAKEN:
+        if name in taken:
             yield Fault(key, "is not for the configuration to set", hint="remove it: rlframe gives it to the template")
         elif name not in read:
             yield Fault(

@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 from jaxtyping import Float32, Int32
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.data.config import DataConfig
 from rlframe.data.text.chat import encode, render
@@ -14,6 +13,7 @@ from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out
 from rlframe.data.text.special_tokens import Rendering, special_tokens
 from rlframe.data.text.tool_calls import Tool
 from rlframe.types.messages import Message
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 

@@ -8,12 +8,14 @@ from typing import Annotated, Any, ClassVar
 from rlframe.environments.base import Environment, Step, Turn
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.environments.tools.base import Tool, ToolError, answer_to
-from rlframe.environments.tools.choice import ToolTerm, build_tools
+from rlframe.environments.tools.choice import KEY, ToolTerm, build_tools, built
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 from rlframe.types.turn import CallEnd
 from rlframe.utils.bounds import Range, Seconds, check_bounds
+from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.outside import is_outside
 
 LONGEST_ANSWER = 1 << 18
 """Greatest number of characters of a result, whatever `max_answer_characters` is."""
@@ -53,6 +55,21 @@ class Tools(Environment):
                 got=config.call_timeout_s,
                 why="which ends the attempt before the policy is told of the call",
             )
+        for name, term in config.tools.items():
+            # A user's code is not imported here. What cannot be built is refused where sessions start.
+            try:
+                tool, settings = (Tool, None) if is_outside(term.name) else built(term, f"{KEY}.{name}")
+            except ConfigError:
+                continue
+            limit_s = tool.limit_s(settings)
+            if limit_s is not None and limit_s >= config.call_timeout_s:
+                yield Fault(
+                    f"{KEY}.{name}.options.timeout_s",
+                    f"must be below environment.options.call_timeout_s={config.call_timeout_s:g}",
+                    got=limit_s,
+                    why="which ends the call before the tool can say what it did",
+                    hint="raise environment.options.call_timeout_s",
+                )
 
     @classmethod
     def prepare(cls, config: ToolsConfig) -> None:

@@ -21,6 +21,12 @@ class ToolError(Exception):
 class Tool(ABC):
     """Base of all tools. An object belongs to one session."""
 
+    @classmethod
+    def limit_s(cls, config: Any) -> float | None:
+        """Returns the setting `timeout_s` of a tool that limits its calls itself. It must be below `call_timeout_s`, so
+        that the policy reads the tool's own words."""
+        return None
+
     @classmethod  # noqa: B027 - most tools share nothing
     def prepare(cls, config: Any) -> None:
         """Prepares what all sessions of a process share; see `Environment.prepare`."""

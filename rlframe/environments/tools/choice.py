@@ -34,10 +34,11 @@ def build_tools(terms: Mapping[str, ToolTerm]) -> list[tuple[type[Tool], Any]]:
     """
     if not terms:
         raise ConfigError([Fault(KEY, "must name at least one tool", got="none")])
-    return [_built(term, f"{KEY}.{name}") for name, term in terms.items()]
+    return [built(term, f"{KEY}.{name}") for name, term in terms.items()]
 
 
-def _built(term: ToolTerm, key: str) -> tuple[type[Tool], Any]:
+def built(term: ToolTerm, key: str) -> tuple[type[Tool], Any]:
+    """Returns class and settings of a tool. Raises ConfigError as `build_tools`."""
     if outside.is_outside(term.name) and not isinstance(found := outside.load(term.name, key=f"{key}.name"), type):
         if not callable(found):
             raise ConfigError([Fault(f"{key}.name", "must name a function or a Tool class", got=repr(term.name))])

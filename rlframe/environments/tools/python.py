@@ -93,6 +93,11 @@ class Python(Tool):
     """By the text of the settings, because several tools may be of this kind."""
 
     @classmethod
+    def limit_s(cls, config: PythonConfig) -> float:
+        """See Tool."""
+        return config.timeout_s
+
+    @classmethod
     def prepare(cls, config: PythonConfig) -> None:
         """Runs a program in the sandbox.
 

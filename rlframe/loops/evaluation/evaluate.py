@@ -10,7 +10,7 @@ from tqdm import tqdm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.turns import Task
 from rlframe.loops.config import HELD_OUT
-from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
+from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet, scored_attempts
 from rlframe.loops.reporting.metrics import mean_of, part_means, scored
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.types.rollout import Group, Rollout, members
@@ -75,10 +75,20 @@ def groups_of(evaluation_set: EvaluationSet, groups: Mapping[str, Group], *, ste
 
 
 def judged(evaluation_set: EvaluationSet, groups: list[Group], scorer: Scorer | None) -> Evaluated:
-    """Returns the attempts at the prompts of a set, after scoring them by the reward model, if there is one."""
+    """Returns the attempts at the prompts of a set, after scoring them by the reward model, if there is one, and the
+    answers that vote."""
     if scorer and (rollouts := members(groups)):
         scorer.score(rollouts)
-    return Evaluated(set=evaluation_set, groups=groups)
+    return Evaluated(set=evaluation_set, groups=groups, answers=answers_of(evaluation_set, groups))
+
+
+def answers_of(evaluation_set: EvaluationSet, groups: Sequence[Group]) -> list[list[str | None]] | None:
+    """Returns the answers of the scored attempts of each group. None for a set without maj@k."""
+    if evaluation_set.answers is None:
+        return None
+    attempts = [scored_attempts(group) for group in groups]
+    found = iter(evaluation_set.answers([each for own in attempts for each in own]))
+    return [[next(found) for _ in own] for own in attempts]
 
 
 def metrics_of(evaluated: Iterable[Evaluated]) -> dict[str, float]:

@@ -68,7 +68,7 @@ def write_responses(folder: Path, evaluated: Sequence[Evaluated]) -> None:
 def table(results: Mapping[str, Result]) -> str:
     """Returns a line for each set, with the standard error of a metric behind it."""
     shown = list(dict.fromkeys(name for each in results.values() for name in told(each.metrics)))
-    titles = [name.removesuffix("_mean").replace("pass_at_", "pass@").replace("_", " ") for name in shown]
+    titles = [name.removesuffix("_mean").replace("_at_", "@").replace("_", " ") for name in shown]
     rows = [["set", "count", "samples", *titles]]
     for name, each in results.items():
         samples = str(each.settings.get("samples_per_prompt", "-"))

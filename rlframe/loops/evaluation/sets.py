@@ -1,14 +1,15 @@
 """Sets of prompts that are evaluated: their settings of sampling, and the metrics of their responses."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlframe.loops.config import HELD_OUT
 from rlframe.loops.reporting.metrics import environment_metrics, mean_of, part_means
+from rlframe.ops.majority import elected
 from rlframe.ops.pass_at_k import pass_at_k, sizes_up_to, standard_error
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Group, SamplingParams, attempts_in, by_attempt, members, reward_of
+from rlframe.types.rollout import Group, Rollout, SamplingParams, attempts_in, by_attempt, members, reward_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +22,8 @@ class EvaluationSet:
     samples_per_prompt: int = 1
     solved_reward: float = 1.0
     """Least reward of an attempt that counts as solved."""
+    answers: Callable[[Sequence[Rollout]], list[str | None]] | None = None
+    """Returns the answers that attempts give, which vote; None without maj@k."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +32,8 @@ class Evaluated:
 
     set: EvaluationSet
     groups: list[Group]
+    answers: list[list[str | None]] | None = None
+    """Answers of the scored attempts of each group; None without maj@k."""
 
     @property
     def num_lost(self) -> int:
@@ -41,7 +46,8 @@ class Evaluated:
 
         `reward_mean` is the mean over prompts of the mean over a prompt's scored attempts: avg@n with n samples per
         prompt. With several samples per prompt there are also `pass_at_K` for some K up to n, over the prompts of
-        which so many attempts were scored. `..._error` is the standard error.
+        which so many attempts were scored; with `answers` also `maj_at_K`: whether the majority's answer of the first K
+        scored attempts is solved. `..._error` is the standard error.
         """
         rewards = [rewards_of(group) for group in self.groups]
         rollouts = members(self.groups)
@@ -51,6 +57,8 @@ class Evaluated:
         if self.set.samples_per_prompt > 1:
             for k in sizes_up_to(self.set.samples_per_prompt):
                 metrics |= named(f"pass_at_{k}", list(self._passed(rewards, k)))
+                if self.answers is not None:
+                    metrics |= named(f"maj_at_{k}", list(self._elected(rewards, self.answers, k)))
         metrics["response_tokens_mean"] = mean_of([each.num_sampled_tokens for each in rollouts])
         metrics["truncated_fraction"] = mean_of([each.finish_reason == "length" for each in rollouts])
         metrics["reward_failed_fraction"] = mean_of([own[-1].reward_failed for own in attempts_in(rollouts)])
@@ -62,6 +70,19 @@ class Evaluated:
         for own in rewards:
             if len(own) >= k:
                 yield pass_at_k(len(own), sum(reward >= self.set.solved_reward for reward in own), k)
+
+    def _elected(
+        self, rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str | None]], k: int
+    ) -> Iterator[float]:
+        for own, said in zip(rewards, answers, strict=True):
+            if len(said) >= k:
+                place = elected(said[:k])
+                yield float(place is not None and own[place] >= self.set.solved_reward)
+
+
+def scored_attempts(group: Group) -> list[Rollout]:
+    """Returns the last rollout of each attempt of a group that some reward function scored."""
+    return [own[-1] for own in by_attempt(group.rollouts) if not math.isnan(reward_of(own))]
 
 
 def rewards_of(group: Group) -> list[float]:

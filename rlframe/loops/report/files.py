@@ -45,12 +45,3 @@ def settings_of(output: Path) -> Mapping[str, Any]:
     if not isinstance(settings, dict) or "steps" not in settings:
         raise OutputError(f"{output} is not the folder of a run: it has no readable config.yaml; give a run's `output`")
     return settings
-
-
-def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the scalars and lists of a nested dict by dotted key."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from flat(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value

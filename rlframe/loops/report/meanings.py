@@ -24,10 +24,10 @@ FIRST = (
     "throughput/tokens_per_s",
     "time/step_s",
     "rollout/lag_mean",
-    "rollout/engine_idle_fraction",
+    "time/engine_idle_fraction",
 )
 """The metrics that matter most, in the order in which a person should look at them. Others follow by their names."""
-WHATEVER = re.compile(r"NAME|TROUBLE|SOURCE|METRIC|ROLE|NN")
+WHATEVER = re.compile(r"NAME|TROUBLE|SOURCE|METRIC|ROLE|PART|PHASE|NN")
 """Words that stand for something of a run's own in the names of metrics."""
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 

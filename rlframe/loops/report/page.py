@@ -17,10 +17,13 @@ from typing import Any
 from rlframe.loops.report.attempts import MOST_BYTES, attempts
 from rlframe.loops.report.curves import curves
 from rlframe.loops.report.ended import ended
-from rlframe.loops.report.files import flat, json_lines, read_yaml, settings_of
+from rlframe.loops.report.files import json_lines, read_yaml, settings_of
+from rlframe.loops.report.profiles import profiles
 from rlframe.loops.report.times import times
 from rlframe.loops.reporting.samples import sample_files
+from rlframe.loops.reporting.warned import DRIVER
 from rlframe.utils.files import write_whole
+from rlframe.utils.nested import flat
 from rlframe.utils.text import printable
 
 REPORT = "report.html"
@@ -36,17 +39,18 @@ def write_page(outputs: Sequence[Path], to: Path) -> int:
     Raises:
         OutputError: a folder is not that of a run, or the file cannot be written.
     """
-    runs = [run_of(output, most_bytes=MOST_BYTES // len(outputs)) for output in outputs]
+    runs = [run_of(output, most_bytes=MOST_BYTES // len(outputs), page=to.parent) for output in outputs]
     page = render({"made_at": time.time(), "runs": runs}).encode()
     write_whole(to, page)
     return len(page)
 
 
-def run_of(output: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def run_of(output: Path, *, most_bytes: int = MOST_BYTES, page: Path | None = None) -> dict[str, Any]:
     """Returns everything about a run that the page shows.
 
     Args:
         most_bytes: greatest size of its rollouts.
+        page: folder of the page, to which links are relative; None means that of the run.
     """
     settings = settings_of(output)
     records = list(json_lines(output / "metrics.jsonl"))
@@ -55,11 +59,12 @@ def run_of(output: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
         "output": str(output),
         "steps": settings["steps"],
         "done": max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0),
-        "settings": dict(flat(settings)),
+        "settings": flat(settings),
         "overrides": read_yaml(output / "overrides.yaml") or [],
         "curves": curves(records),
         "times": times(json_lines(output / "timeline.jsonl")),
         "warnings": warnings(output),
+        "profiles": profiles(output, page=page or output),
         "attempts": attempts(output, most_bytes=most_bytes),
         "sampled_steps": len({step for step, _, _ in sample_files(output)}),
         "ended": ended(output),
@@ -67,13 +72,19 @@ def run_of(output: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def warnings(output: Path) -> list[dict[str, Any]]:
-    """Returns the warnings of a run: each text once, with its first and last step and how often it came."""
+    """Returns the warnings of a run: each text once, with its first and last step, how often it came, and from which
+    processes."""
     found: dict[str, dict[str, Any]] = {}
     for line in json_lines(output / "warnings.jsonl"):
         text = str(line.get("text", ""))
-        known = found.setdefault(text, {"text": text, "of": line.get("of", ""), "first": line.get("step"), "count": 0})
+        known = found.setdefault(
+            text, {"text": text, "of": line.get("of", ""), "roles": [], "first": line.get("step"), "count": 0}
+        )
         known["last"] = line.get("step")
         known["count"] += 1
+        role = str(line.get("role", DRIVER))
+        if role not in known["roles"]:
+            known["roles"].append(role)
     return list(found.values())[-MOST_WARNINGS:]
 
 

@@ -7,15 +7,21 @@ import pathlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
+import numpy as np
+from jaxtyping import Int
 from tqdm import tqdm
 
+from rlframe.loops.alerts.config import AlertsConfig
+from rlframe.loops.alerts.watch import Alerts
 from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
 from rlframe.loops.reporting.timeline import Timeline
 from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.loops.reporting.warned import Warned
+from rlframe.ops.responses import quantiles, repeated_fraction
 from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
 from rlframe.utils.jsonl import append, keep_steps
@@ -41,6 +47,7 @@ class MetricsLog:
         trackers: Sequence[Tracker] = (),
         decode: Callable[[int], str] = str,
         callbacks: Callbacks | None = None,
+        alerts: AlertsConfig | None = None,
     ):
         """
         Args:
@@ -52,6 +59,7 @@ class MetricsLog:
             trackers: begun, and closed by who has begun them.
             decode: returns the text of a token.
             callbacks: of the caller of the run.
+            alerts: their settings. None means no alerts.
         """
         self.config = config
         self._metrics = folder / "metrics.jsonl"
@@ -59,6 +67,7 @@ class MetricsLog:
         self.timeline = Timeline(folder)
         """The phases of the steps."""
         self._sample_files = SampleFiles(folder, decode)
+        self.alerts = Alerts(alerts, self.print_line) if alerts else None
         self._known = self._keep(done_steps)
         self._trackers = trackers
         self.callbacks = callbacks or Callbacks()
@@ -69,7 +78,11 @@ class MetricsLog:
         self._shown: dict[str, str] = {}
         self._drawn = 0.0
         self._measured: dict[str, tuple[int, float]] = {}
-        self._warned = Warned(folder, step=lambda: self._bar.n + 1, anew=done_steps is None)
+        self._step = (done_steps or 0) + 1
+        """The step under way. The bar does not count if it is not shown."""
+        self._warned = Warned(folder, step=lambda: self._step, anew=done_steps is None)
+        self.marks: dict[str, float] = {}
+        """Metrics of the step under way that others than the loop add."""
         self.num_restarts = 0
         """Number of restarts of trainer ranks so far, written with the metrics of every step."""
 
@@ -79,7 +92,10 @@ class MetricsLog:
         keep_steps(self._samples, last)
         self.timeline.rewind(last)
         self._sample_files.rewind(done_steps)
-        return keep_steps(self._metrics, last)
+        known = keep_steps(self._metrics, last)
+        if self.alerts:
+            self.alerts.rewind(self._metrics)
+        return known
 
     def rewind(self, done_steps: int | None) -> None:
         """Resets the files to the state after `done_steps` steps, or to the beginning if None, as a resumed run would
@@ -87,6 +103,7 @@ class MetricsLog:
         self._known = self._keep(done_steps)
         self._measured.clear()
         self._bar.n = done_steps or 0
+        self._step = self._bar.n + 1
         self._bar.refresh()
         for tracker in self._trackers:
             tracker.rewind(done_steps or 0)
@@ -100,7 +117,7 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step's metrics everywhere and moves the progress bar."""
-        line = {**metrics, RESTARTS: float(self.num_restarts)}
+        line = {**metrics, **self.marks, RESTARTS: float(self.num_restarts)}
         self._write(step, line)
         labels = {
             "reward": "reward/mean",
@@ -111,6 +128,9 @@ class MetricsLog:
         self._shown = {label: f"{metrics[key]:.4g}" for label, key in labels.items() if key in metrics}
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update()
+        if self.alerts:
+            self.alerts.look(step, line)
+        self._step = step + 1
         self.callbacks.on_step(step, line)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -122,6 +142,7 @@ class MetricsLog:
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         append(self._metrics, {"step": step, **metrics})
         self.timeline.write(step)
+        self._warned.gather()
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)
         for tracker in self._trackers:
@@ -165,8 +186,9 @@ class MetricsLog:
                 "finish_reason": rollout.finish_reason,
                 "versions": [span.version for span in rollout.spans],
             }
-            append(self._samples, record)
             records.append(record)
+        if records:
+            append(self._samples, *records)
         every = self.config.sample_table_every_steps
         if records and every and (chosen.evaluation or chosen.step % every == 0):
             for tracker in self._trackers:
@@ -180,22 +202,23 @@ class MetricsLog:
             self._warned.note(text.removeprefix("warning: "))
 
     def close(self) -> None:
-        """Ends the progress bar and the notes of warnings."""
+        """Ends the progress bar, the notes of warnings and the files of samples."""
         self._bar.close()
         self._warned.close()
+        self._sample_files.close()
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns metrics of the rollouts of a step: rewards of attempts, lengths of sequences, how they ended, how many
-    groups have a signal.
+    """Returns metrics of the rollouts of a step: rewards of attempts, lengths and repetition of sequences, how they
+    ended, how many groups have a signal.
 
     With `algorithm.mask_truncated` the `rollout/truncated_fraction` is excluded from the loss.
     """
     rollouts = members(groups)
     count, attempts = len(rollouts), attempts_in(rollouts)
-    rewards = scored(rollouts)
+    by_group = [scored(group.rollouts) for group in groups]
+    rewards = list(chain(*by_group))
     mean = mean_of(rewards)
-    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     at_tokens = [float(given.sum()) for rollout in rollouts if (given := rollout.rewards_at_tokens) is not None]
     troubles = Counter(pair for sequences in attempts for pair in sequences[-1].reward_troubles.items())
     return {
@@ -209,14 +232,37 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             for (name, trouble), number in sorted(troubles.items())
         },
         "reward/unscored_fraction": 1 - len(rewards) / len(attempts),
-        "reward/flat_groups_fraction": sum(len(set(scored(group.rollouts))) < 2 for group in groups) / len(groups),
-        "rollout/response_tokens_mean": sum(lengths) / count,
-        "rollout/response_tokens_max": float(max(lengths)),
+        "reward/flat_groups_fraction": sum(len(set(own)) < 2 for own in by_group) / len(groups),
+        **response_metrics(rollouts),
         "rollout/truncated_fraction": sum(rollout.finish_reason == "length" for rollout in rollouts) / count,
         "rollout/sampled": float(count),
         "rollout/tokens": float(sum(rollout.num_tokens for rollout in rollouts)),
         **environment_metrics(rollouts),
     }
+
+
+def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Returns the lengths of what was sampled in each sequence, and how much it repeats itself."""
+    _, counts = token_counts(rollouts)
+    sampled = np.concatenate([rollout.loss_mask for rollout in rollouts])
+    tokens = np.concatenate([rollout.token_ids for rollout in rollouts])[sampled]
+    p50, p90, p99 = quantiles(counts, (0.5, 0.9, 0.99))
+    repeated = repeated_fraction(tokens, counts)
+    return {
+        "rollout/response_tokens_mean": int(counts.sum()) / len(rollouts),
+        "rollout/response_tokens_p50": p50,
+        "rollout/response_tokens_p90": p90,
+        "rollout/response_tokens_p99": p99,
+        "rollout/response_tokens_max": float(counts.max()),
+        **({} if repeated is None else {"rollout/repeated_fraction": repeated}),
+    }
+
+
+def token_counts(rollouts: Sequence[Rollout]) -> tuple[Int[np.ndarray, " R"], Int[np.ndarray, " R"]]:
+    """Returns [R] the number of tokens of each sequence, and [R] of those that the policy sampled."""
+    lengths = np.array([rollout.num_tokens for rollout in rollouts])
+    sampled = np.concatenate([rollout.loss_mask for rollout in rollouts])
+    return lengths, np.add.reduceat(sampled, np.cumsum(lengths) - lengths, dtype=np.int64)
 
 
 def environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -7,7 +7,10 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from heapq import nlargest, nsmallest
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +48,23 @@ class Chosen:
     """Name of the set of prompts of an evaluation. Empty for a step of training."""
     trainer_logprobs: dict[int, Float[Tensor, " L"]] = field(default_factory=dict)
     """[L] nats of the trainer, by place."""
+    advantages: Float[np.ndarray, " R"] | None = None
+    """[R] see `mean_advantages`. None if nothing is kept."""
 
-    def take_trainer_logprobs(self, logprobs: Float[Tensor, " T"]) -> None:
-        """Takes nats of the kept rollouts, packed in the order of their places."""
-        lengths = [self.rollouts[place].num_tokens for place in self.places]
-        self.trainer_logprobs = dict(zip(self.places, logprobs.split(lengths), strict=True))
+    def marked(self, batch: TrainBatch) -> TrainBatch:
+        """Returns the batch with a mark at the kept rollouts, so that the training pass returns their logprobs. A batch
+        with the logprobs of the policy before the update needs none."""
+        if not self.places or batch.old_logprobs is not None:
+            return batch
+        kept = torch.zeros(batch.num_sequences, dtype=torch.bool)
+        kept[list(self.places)] = True
+        return replace(batch, kept=kept)
+
+    def take_trainer_logprobs(self, logprobs: Float[Tensor, " T_kept"] | None) -> None:
+        """Takes the nats of the rollouts that `marked` has marked, one after the other. None if it marked none."""
+        if logprobs is not None:
+            lengths = [self.rollouts[place].num_tokens for place in self.places]
+            self.trainer_logprobs = dict(zip(self.places, logprobs.split(lengths), strict=True))
 
 
 def choose(
@@ -61,47 +76,52 @@ def choose(
     evaluation: str = "",
 ) -> Chosen:
     """Returns the attempts of a step that the settings keep, whole: with all of their sequences."""
+    if not config.keep:
+        return Chosen(step=step, rollouts=rollouts, places={}, batch=batch, evaluation=evaluation)
     attempts = attempts_in(rollouts)
-    ends = np.cumsum([len(sequences) for sequences in attempts]).tolist()
+    ends = list(accumulate(map(len, attempts)))
+    advantages = np.zeros(len(rollouts)) if batch is None else mean_advantages(batch)
+    merits = [(reward_of(own), advantages[end - 1]) for own, end in zip(attempts, ends, strict=True)]
     known: dict[int, list[str]] = {}
     for choice in config.keep:
-        for index in _indices(choice, config.of_each, step, attempts, batch, ends):
+        for index in _indices(choice, config.of_each, step, merits):
             for place in range(ends[index] - len(attempts[index]), ends[index]):
                 known.setdefault(place, []).append(choice.value)
     places = dict(sorted(known.items()))
-    return Chosen(step=step, rollouts=rollouts, places=places, batch=batch, evaluation=evaluation)
+    return Chosen(
+        step=step, rollouts=rollouts, places=places, batch=batch, evaluation=evaluation, advantages=advantages
+    )
 
 
-def _indices(
-    choice: Keep, count: int, step: int, attempts: list[list[Rollout]], batch: TrainBatch | None, ends: list[int]
-) -> list[int]:
-    """Returns the indices of the attempts that a choice keeps."""
-    everything = list(range(len(attempts)))
+def _indices(choice: Keep, count: int, step: int, merits: Sequence[tuple[float, float]]) -> Sequence[int]:
+    """Returns the indices of the attempts that a choice keeps.
+
+    Args:
+        merits: reward and mean advantage of each attempt.
+    """
+    everything = range(len(merits))
     if choice is Keep.ALL:
         return everything
     if choice is Keep.FIRST:
         return everything[:count]
     if choice is Keep.RANDOM:
         return random.Random(f"samples of step {step}").sample(everything, min(count, len(everything)))
-    advantages = None if batch is None else mean_advantages(batch).tolist()
-
-    def merit(index: int) -> tuple[float, float]:
-        return reward_of(attempts[index]), 0.0 if advantages is None else advantages[ends[index] - 1]
-
-    scored = [index for index in everything if not math.isnan(merit(index)[0])]
-    return sorted(scored, key=merit, reverse=choice is Keep.BEST)[:count]
+    scored = [index for index in everything if not math.isnan(merits[index][0])]
+    # Both give ties in the order of the batch.
+    extreme = nlargest if choice is Keep.BEST else nsmallest
+    return extreme(count, scored, key=merits.__getitem__)
 
 
-def mean_advantages(batch: TrainBatch) -> Float[Tensor, " R"]:
+def mean_advantages(batch: TrainBatch) -> Float[np.ndarray, " R"]:
     """Returns [R] the mean advantage of each sequence's tokens in the loss. 0.0 if it has none there."""
-    counted = batch.loss_mask.to(torch.float32)
-    zeros = torch.zeros(batch.num_sequences)
-    sums = zeros.index_add(0, batch.sequence_index(), batch.advantages.float() * counted)
-    return sums / zeros.index_add(0, batch.sequence_index(), counted).clamp(min=1)
+    lengths, counted = batch.lengths.numpy(), batch.loss_mask.numpy().astype(np.float64)
+    starts = lengths.cumsum() - lengths
+    sums = np.add.reduceat(batch.advantages.numpy() * counted, starts)
+    return sums / np.add.reduceat(counted, starts).clip(min=1)
 
 
 class SampleFiles:
-    """Writes the kept attempts of each step."""
+    """Writes the kept attempts of each step. A thread encodes them, one file after the other."""
 
     def __init__(self, folder: Path, decode: Callable[[int], str]):
         """
@@ -112,45 +132,64 @@ class SampleFiles:
         self._folder = folder / SAMPLES
         self._decode = decode
         self._pieces: dict[int, str] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._writes: Future[None] | None = None
 
     def write(self, chosen: Chosen) -> None:
-        """Writes the file of a step, in place of one that is there. An evaluation has a file of its own.
+        """Begins to write the file of a step, in place of one that is there. An evaluation has a file of its own.
 
         Raises:
-            OutputError: see `writing`.
+            OutputError: see `writing`, about the file before.
         """
         if not chosen.places:
             return
         kind = f"-evaluation-{chosen.evaluation}" if chosen.evaluation else ""
         path = self._folder / f"step-{chosen.step:08d}{kind}.jsonl.gz"
-        lines = "".join(map(json_line, self._records(chosen))).encode()
-        with writing(path):
-            self._folder.mkdir(exist_ok=True)
-            path.write_bytes(gzip.compress(lines, LEVEL, mtime=0))
+        records = list(self._records(chosen))
+        self.wait()
+        self._writes = self._thread.submit(_put, path, records)
+
+    def wait(self) -> None:
+        """Waits until everything is written.
+
+        Raises:
+            OutputError: see `writing`.
+        """
+        begun, self._writes = self._writes, None
+        if begun:
+            begun.result()
+
+    def close(self) -> None:
+        """Waits until everything is written, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
 
     def rewind(self, done_steps: int | None) -> None:
         """Removes the files of steps after `done_steps`, or all if None."""
+        self.wait()
         last = -1 if done_steps is None else done_steps
         for step, _, path in sample_files(self._folder.parent):
             if step > last:
                 path.unlink(missing_ok=True)
 
     def _records(self, chosen: Chosen) -> Iterator[dict[str, Any]]:
-        batch = chosen.batch
-        starts = np.cumsum([0, *(rollout.num_tokens for rollout in chosen.rollouts)]).tolist()
-        means = None if batch is None else mean_advantages(batch)
+        batch, means = chosen.batch, chosen.advantages
+        starts = [] if batch is None else (batch.lengths.cumsum(0) - batch.lengths).tolist()
+        groups = None if batch is None else batch.group.numpy()
         for place, why in chosen.places.items():
             rollout = chosen.rollouts[place]
             record = {"step": chosen.step, "evaluation": chosen.evaluation, "kept_as": why}
             record |= described(rollout)
             tokens = self._tokens(rollout)
-            if batch is not None and means is not None:
-                own = slice(starts[place], starts[place + 1])
-                members = (batch.group == batch.group[place]).nonzero().flatten()
-                record["group"] = int(batch.group[place])
+            if batch is not None and means is not None and groups is not None:
+                own = slice(starts[place], starts[place] + rollout.num_tokens)
+                members = (groups == groups[place]).nonzero()[0]
+                record["group"] = int(groups[place])
                 record["group_rewards"] = [_number(reward_of([chosen.rollouts[each]])) for each in members.tolist()]
                 record["group_advantages"] = _numbers(means[members])
-                record["group_place"] = int((members == place).nonzero())
+                record["group_place"] = int((members == place).argmax())
                 trainer = chosen.trainer_logprobs.get(place)
                 if trainer is None and batch.old_logprobs is not None:
                     trainer = batch.old_logprobs[own]
@@ -178,6 +217,13 @@ class SampleFiles:
             "rollout_logprobs": _numbers(rollout.rollout_logprobs),
             **({} if rewards is None else {"rewards": _numbers(rewards)}),
         }
+
+
+def _put(path: Path, records: list[dict[str, Any]]) -> None:
+    lines = "".join(map(json_line, records)).encode()
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(gzip.compress(lines, LEVEL, mtime=0))
 
 
 def described(rollout: Rollout) -> dict[str, Any]:

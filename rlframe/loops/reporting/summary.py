@@ -14,6 +14,7 @@ FILES = {
     "samples.jsonl": "samples.jsonl",
     "samples": "samples/",
     "report.html": "report.html",
+    "profiles": "profiles/",
     "tensorboard": "tensorboard/",
     "checkpoints": "checkpoints/",
     "exports": "exports/",

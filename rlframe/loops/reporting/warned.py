@@ -1,21 +1,26 @@
 """The file of a run's warnings, for those who read its report and not its terminal."""
 
-import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from rlframe.cluster.watch.warned import FILES, read_warnings
+from rlframe.utils.age import program_began
 from rlframe.utils.errors import OutputError
 from rlframe.utils.jsonl import append
 from rlframe.utils.secrets import hidden
+from rlframe.utils.warned import MOST, OwnWarnings
 
 WARNINGS = "warnings.jsonl"
-MOST = 1000
-"""Greatest number of warnings of one process that are written."""
+LOGS = "logs"
+DRIVER = "driver"
+"""Role of this process in the lines."""
 
 
-class Warned(logging.Handler):
-    """Writes each warning of this process as one line. Warnings stay when a run goes back to an earlier step."""
+class Warned:
+    """Writes each warning of this process and of the workers as one line. Warnings stay when a run goes back to an
+    earlier step."""
 
     def __init__(self, folder: Path, *, step: Callable[[], int], anew: bool):
         """
@@ -24,32 +29,42 @@ class Warned(logging.Handler):
             step: returns the step that is under way.
             anew: whether the run is new, so that warnings of another one in this folder are removed.
         """
-        super().__init__(logging.WARNING)
-        self._file, self._step, self._left = folder / WARNINGS, step, MOST
+        self._folder, self._file, self._step, self._left = folder, folder / WARNINGS, step, MOST
+        self._read: Counter[Path] = Counter()
+        """Bytes of each worker's file that are in this one."""
+        self._began = time.time() - (time.monotonic() - program_began())
+        """The beginning of this program. What workers have said before is of another one."""
         if anew:
             self._file.unlink(missing_ok=True)
-        logging.getLogger().addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record of the log."""
-        self.note(record.getMessage(), of=record.name)
+        self._own = OwnWarnings(lambda of, text: self.note(text, of=of))
+        self._own.begin()
 
     def note(self, text: str, *, of: str = "rlframe") -> None:
-        """Writes a warning. One that cannot be written is on the terminal anyway.
+        """Writes a warning of this process. One that cannot be written is on the terminal anyway.
 
         Args:
             of: name of the module that warns.
         """
+        self._write({"time_s": round(time.time(), 3), "role": DRIVER, "of": of, "text": hidden(text)})
+
+    def gather(self) -> None:
+        """Writes the warnings of the workers since the last call."""
+        for file in sorted((self._folder / LOGS).glob(FILES)):
+            lines, self._read[file] = read_warnings(file, self._read[file])
+            for line in lines:
+                if line["time_s"] >= self._began:
+                    self._write(line)
+
+    def _write(self, line: dict[str, object]) -> None:
         if self._left <= 0:
             return
         self._left -= 1
-        line = {"step": self._step(), "time_s": round(time.time(), 3), "of": of, "text": hidden(text)}
         try:
-            append(self._file, line)
+            append(self._file, {"step": self._step(), **line})
         except OutputError:
             self._left = 0
 
     def close(self) -> None:
         """Ends the notes."""
-        logging.getLogger().removeHandler(self)
-        super().close()
+        self.gather()
+        self._own.close()

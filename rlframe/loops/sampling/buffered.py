@@ -11,11 +11,12 @@ from rlframe.attempts.buffer import Buffer, Finished, LeftOut
 from rlframe.attempts.leases import Lease
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.mending import Mender
-from rlframe.attempts.runner import Ended, State
+from rlframe.attempts.runner import Ended, Load
 from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.attempts.turns import Progress
 from rlframe.cluster.watch.activities import learn
 from rlframe.loops.reporting.metrics import mean_of, scored
+from rlframe.loops.reporting.timeline import Timeline
 from rlframe.loops.sampling.base import Sampler
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, by_attempt
@@ -72,6 +73,8 @@ class BufferedSampler(Sampler):
     """Looks after the engines from `collect` until the next sync. None if dead ones wait for it."""
     num_minibatches: int = 1
     """Number of groups of which a batch that does not get full keeps a multiple."""
+    timeline: Timeline | None = None
+    """Notes how busy each engine was. None if nothing does."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,8 +84,8 @@ class BufferedSampler(Sampler):
         self._lags: list[int] = []
         self._begun_s: dict[int, float] = {}
         """Time at which the attempts of each open lease began."""
-        self._state: State | None = None
-        """The state of the attempts after the last step."""
+        self._load: Load | None = None
+        """How busy the engines were at the last look."""
 
     @property
     def in_flight(self) -> bool:
@@ -349,16 +352,15 @@ class BufferedSampler(Sampler):
         return metrics
 
     def _in_flight_metrics(self) -> dict[str, float]:
-        """Returns metrics of the attempts under way, and the share of the time since the last step that engines had
-        nothing to do."""
-        before, self._state = self._state, self.attempts.state()
-        state = self._state
+        """Returns metrics of the attempts under way."""
+        state = self.attempts.state()
         metrics = {f"rollout/attempts_at_{side}": float(count) for side, count in state.attempts.items()}
         metrics["rollout/oldest_attempt_s"] = state.oldest_s
+        before, self._load = self._load, state
         # A runner that was replaced counts from its beginning.
-        if before and before.now_s < state.now_s and before.busy_s <= state.busy_s:
-            span_s = (state.now_s - before.now_s) * len(state.busy_s)
-            metrics["rollout/engine_idle_fraction"] = 1 - (sum(state.busy_s) - sum(before.busy_s)) / span_s
+        if self.timeline and before and before.now_s < state.now_s and before.busy_s <= state.busy_s:
+            busy_s = [now - then for now, then in zip(state.busy_s, before.busy_s, strict=True)]
+            self.timeline.engines_sampled(state.now_s - before.now_s, busy_s)
         return metrics
 
 

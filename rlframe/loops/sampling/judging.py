@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.attempts.fleet import Attempts
 from rlframe.data.config import DataConfig
@@ -20,6 +19,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError, RewardError
 
 TOO_LONG, TIMED_OUT, FAILED = "too_long", "timed_out", "failed"

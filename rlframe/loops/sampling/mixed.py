@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from rlframe.attempts.buffer import Finished
 from rlframe.attempts.fleet import Attempts
@@ -18,6 +17,7 @@ from rlframe.loops.sampling.base import Sampler
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout, SamplingParams, members
+from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
 
 

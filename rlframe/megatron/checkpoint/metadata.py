@@ -223,9 +223,15 @@ class _ExtraState(_Unpickler):
 
     def __init__(self, content: bytes):
         super().__init__(content)
+
+        def tensor_from(inner: bytes) -> Any:
+            return torch.load(io.BytesIO(inner), weights_only=True)
+
         self._known |= {
             ("torch._utils", "_rebuild_tensor_v2"): lambda *_: None,
-            ("torch.storage", "_load_from_bytes"): lambda inner: torch.load(io.BytesIO(inner), weights_only=True),
+            ("torch.storage", "_load_from_bytes"): tensor_from,
+            # Megatron-Core 0.19 puts its own function in the place of torch's; 0.16 cannot load what has this name.
+            ("megatron.core.safe_globals", "safe_load_from_bytes"): tensor_from,
         }
 
     def find_class(self, module: str, name: str) -> Any:

@@ -28,17 +28,31 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
     return [part for part in every if not part.is_stub_optimizer]
 
 
+def owned(part: Any) -> Iterator[tuple[Tensor, slice, Any]]:
+    """Yields each parameter of which this rank keeps moments, this rank's elements of it, and the optimizer's group of
+    settings."""
+    for parameter in part.model_param_gbuf_map:
+        place = part._get_model_param_range_map(parameter)["param"]
+        group, _ = part.model_param_group_index_map[parameter]
+        yield parameter, slice(place.start, place.end), part.optimizer.param_groups[group]
+
+
+def tensors_of(part: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """Returns this rank's main weights `param` and moments `exp_avg` and `exp_avg_sq` of a parameter."""
+    return part._get_main_param_and_optimizer_states(parameter)
+
+
 def part_state(part: Any, weights: dict[str, Any]) -> Iterator[PartState]:
     """Yields the state to save of each parameter of which this rank keeps moments."""
     pieces = pieces_by_parameter(weights)
     for parameter in part.model_param_gbuf_map:
-        owned = part._get_model_param_range_map(parameter)["param"]
-        tensors = part._get_main_param_and_optimizer_states(parameter)
+        start = part._get_model_param_range_map(parameter)["param"].start
+        tensors = tensors_of(part, parameter)
         rectangles = [
             rectangle
             for piece in pieces[parameter]
             for name, key in SAVED_AS.items()
-            for rectangle in rectangles_of(piece, parameter, owned.start, tensors[name], key)
+            for rectangle in rectangles_of(piece, parameter, start, tensors[name], key)
         ]
         yield parameter, tensors, rectangles
 

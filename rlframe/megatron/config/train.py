@@ -126,11 +126,22 @@ class TrainConfig:
     """AdamW and its learning rate."""
     lora: LoraConfig | None = None
     """Low-rank adapters, trained next to frozen weights. null trains the weights themselves."""
+    norms_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 10
+    """Number of steps between two measurements of the gradient's norm, and of the update's relative to the weights, by
+    part of the model. 0 measures neither."""
 
     @property
     def sequence_tokens(self) -> int:
         """Token budget of one packed forward pass over all context-parallel ranks, and so of the longest sequence."""
         return self.max_tokens_per_microbatch * Parallel.parse(self.parallel).cp
+
+    def measures_norms(self, step: int) -> bool:
+        """Returns whether the norms of a step are measured.
+
+        Args:
+            step: number of the batch that is trained on, from 1.
+        """
+        return self.norms_every_steps > 0 and step % self.norms_every_steps == 0
 
     def __post_init__(self) -> None:
         try:

@@ -64,7 +64,14 @@ class RmsNormFunction(torch.autograd.Function):
         return weighted.addcmul_(normalized, mean, value=-1).mul_(scale), grad_weight, None
 
 
-def rotary_thd(values: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+def rotary_thd(
+    values: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    interleaved: bool = False,
+) -> Tensor:
     """Returns [T / cp, heads, D] with rotary positions applied, counted from 0 in each packed sequence.
 
     It replaces Transformer Engine's fused function behind `apply_rope_fusion`, hence its signature. Source: Su et al.
@@ -73,7 +80,9 @@ def rotary_thd(values: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int =
     Args:
         cu_seqlens: bounds of the sequences, all ranks' tokens counted.
         freqs: [longest sequence, 1, 1, D] angles; the second half of D repeats the first.
+        interleaved: whether neighbours are the pairs. Only Megatron-Core 0.19 passes it; no family has it.
     """
+    assert not interleaved
     positions = positions_of_rank(cu_seqlens, cp_size, cp_rank)
     angles = freqs[:, 0, :, : freqs.shape[-1] // 2]
     return RotaryFunction.apply(values, angles.cos()[positions], angles.sin()[positions])
@@ -196,7 +205,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Returns [T, 1, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
+        """Returns [T, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None and attention_bias is None
         bounds = packed_seq_params.cu_seqlens_q
         if not hasattr(packed_seq_params, "layout"):
@@ -210,7 +219,7 @@ class PackedAttention(torch.nn.Module):
             )  # [sequence, heads, position, head_dim]
             grid = self.attend(grid_query, grid_key, grid_value, visible)
             output = output.index_put((query_rows[is_query],), grid.transpose(1, 2)[is_query])
-        return output.reshape(output.shape[0], 1, -1)
+        return output.flatten(1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
         """Returns [sequence, heads, position, value_dim] of one grid. If `visible` is None, each query attends to

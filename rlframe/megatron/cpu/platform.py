@@ -1,9 +1,9 @@
-"""The device of a rank, and the replacements with which Megatron-Core 0.16.1 runs on a CPU.
+"""The device of a rank, and the replacements with which Megatron-Core runs on a CPU.
 
 No other file of rlframe depends on the device. On CUDA, `install` changes nothing in Megatron. On CPU it replaces the
 CUDA calls that Megatron makes unconditionally. `tests/multiprocess/megatron/test_platform` trains without each
-replacement in turn, and fails for each one that is no longer needed. Written against megatron-core 0.16.1 and torch
-2.11 to 2.13.
+replacement in turn, and fails for each one that is no longer needed. Written against megatron-core 0.16.1 and 0.19.2,
+and torch 2.11 to 2.13.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def in_megatron() -> list[tuple[Any, str, Any]]:
     replacements = [
         # In Transformer Engine's place behind `apply_rope_fusion`.
         (rope_utils, "fused_apply_rotary_pos_emb_thd", rotary_thd),
-        # In Transformer Engine's place. Without it this is not a class, and Megatron-Core 0.16.1 uses it in isinstance.
+        # In Transformer Engine's place. Without it this is not a class, and Megatron uses it in isinstance.
         (multi_latent_attention, "TELinear", WholeLinear),
         # Recomputation saves and restores them. Without the replacement each restore leaves a closure in torch's queue
         # for CUDA.

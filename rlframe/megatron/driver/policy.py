@@ -17,15 +17,16 @@ from rlframe.cluster.worker_group import WorkerGroup, shared
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.driver.rank_group import TeacherRanks
 from rlframe.megatron.messages.chunks import Pieces, chunks
-from rlframe.megatron.messages.microbatch import Share, optimizer_steps, split
+from rlframe.megatron.messages.microbatch import Share, join, optimizer_steps, split
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.ranks import TrainerRank
 from rlframe.megatron.messages.setup import TrainerSetup
 from rlframe.megatron.worker.worker import FILES, MegatronWorker
 from rlframe.ops.gae import explained_variance
-from rlframe.types.batch import Batch, Sequences
-from rlframe.types.results import Metric, Sum, TrainResult, merge
+from rlframe.types.batch import Batch, Sequences, TrainBatch
+from rlframe.types.results import Metric, Sum, TrainResult, UpdateResult, merge
 from rlframe.utils.calls import RankCall
+from rlframe.utils.memory import of_role
 from rlframe.weight_sync.border import SourceGroup, SourceRank
 
 T = TypeVar("T")
@@ -56,8 +57,8 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         """Number of optimizer steps taken so far in the run."""
         self.start_timeout_s = start_timeout_s
         self.metrics: dict[str, float] = {}
-        """Metrics of the last sleep and the last wake: bytes given back on all devices, and seconds of the slowest
-        rank."""
+        """Metrics of the last training: memory of the rank that uses most. And of the last sleep and the last wake:
+        bytes given back on all devices, and seconds of the slowest rank."""
         self.workers = WorkerGroup(
             MegatronWorker,
             role=self.role,
@@ -117,7 +118,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
 
     def evaluate(self, batch: Sequences) -> dict[str, float]:
         """Returns the metrics of the loss of `batch` as one optimizer step, without a gradient."""
-        shares = [shared(share) for share in self._split_step(batch)]
+        shares = [shared(share) for share in self._split_step(batch)[0]]
         algorithm = shared(self.algorithm)
         calls = [
             self.workers.ask(rank, TrainerRank.evaluate, shares[share], algorithm)
@@ -144,7 +145,8 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
             batch = self.algorithm.with_entropies(batch, self.entropies(batch))
         train = self.setup.train
         parts = optimizer_steps(batch, num_minibatches=train.num_minibatches, epochs_per_batch=train.epochs_per_batch)
-        steps = [self._split_step(batch.part(indices.start, indices.stop)) for indices in parts]
+        minibatches = [batch.part(indices.start, indices.stop) for indices in parts]
+        steps, plans = zip(*map(self._split_step, minibatches), strict=True)
         shares = [shared([step[index] for step in steps]) for index in range(self.parallel.dp)]
         algorithm = shared(self.algorithm)
         calls = [
@@ -153,8 +155,16 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         ]
         results = self.workers.wait(calls, doing="train")
         self.num_optimizer_steps += len(steps)
-        merged = [merge(results[rank][index] for rank in self.reporters) for index in range(len(steps))]
-        return TrainResult(metrics=average(merged), num_optimizer_steps=len(steps))
+        self.metrics |= of_role(self.role, [each.memory for each in results])
+        reported = [[results[rank].steps[index] for rank in self.reporters] for index in range(len(steps))]
+        merged = [merge(update.metrics for update in updates) for updates in reported]
+        # The first epoch has every sequence once.
+        first = zip(minibatches[: train.num_minibatches], plans, reported, strict=False)
+        return TrainResult(
+            metrics=average(merged),
+            num_optimizer_steps=len(steps),
+            kept_logprobs=torch.cat([kept_logprobs(*each) for each in first]) if is_kept(batch) else None,
+        )
 
     def sleep(self) -> None:
         """Gives back the devices' memory, except the parameters, until `wake`."""
@@ -169,16 +179,15 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         self.metrics[f"memory/{self.role}_offloaded_bytes"] = float(given_back)
         self.metrics[f"time/{self.role}_{what}_s"] = max(each.seconds for each in moved)
 
-    def _split_step(self, minibatch: Sequences) -> list[Share]:
-        """Returns the share of each data-parallel rank, weighted with the counts of the whole optimizer step."""
+    def _split_step(self, minibatch: Sequences) -> tuple[list[Share], list[list[list[int]]]]:
+        """Returns the result of `split`, weighted with the counts of the whole optimizer step."""
         weights = self.algorithm.token_weights(minibatch)
-        shares, _ = split(
+        return split(
             minibatch if self.replays else replace(minibatch, routes=None),
             weights,
             num_ranks=self.parallel.dp,
             max_tokens=self.setup.train.sequence_tokens,
         )
-        return shares
 
     def save(self, folder: pathlib.Path, *, copy: bool, verify: bool) -> Callable[[], dict[str, float]]:
         """Prepares to write weights and optimizer into `folder`, which all nodes must share. The returned function
@@ -312,6 +321,24 @@ class CriticGroup(ModelGroup):
         metrics = {f"critic/{names[key]}": value for key, value in result.metrics.items()}
         metrics["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
         return replace(result, metrics=metrics)
+
+
+def is_kept(batch: Sequences) -> bool:
+    """Returns whether sequences of a batch are marked as kept."""
+    return isinstance(batch, TrainBatch) and batch.kept is not None
+
+
+def kept_logprobs(
+    minibatch: Sequences, plan: list[list[list[int]]], updates: list[UpdateResult]
+) -> Float[Tensor, " T_kept"]:
+    """Returns [T_kept] nats of the sequences of a minibatch that are marked as kept.
+
+    Args:
+        plan: the sequences of the micro-batches; see `split`.
+        updates: the results of the ranks that report, by data-parallel index.
+    """
+    assert isinstance(minibatch, TrainBatch) and minibatch.kept is not None
+    return join([each.kept_logprobs for each in updates], plan, minibatch.lengths * minibatch.kept)
 
 
 def average(steps: list[dict[str, Metric]]) -> dict[str, float]:

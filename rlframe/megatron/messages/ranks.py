@@ -12,6 +12,7 @@ from rlframe.megatron.messages.chunks import Pieces
 from rlframe.megatron.messages.microbatch import Share
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
+from rlframe.megatron.messages.trained import Trained
 from rlframe.types.results import Metric
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.border import SourceRank
@@ -97,8 +98,8 @@ class TrainerRank(ScoringRank, Protocol):
         """Changes the sign of every weight. A second call undoes it bit for bit."""
         ...
 
-    def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
-        """Takes one optimizer step per entry of `shares`. Returns their metrics, merged over this rank's micro-batches.
+    def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> Trained:
+        """Takes one optimizer step per entry of `shares`.
 
         Args:
             first_step: number of optimizer steps the run has taken before.

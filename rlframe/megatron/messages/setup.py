@@ -38,5 +38,7 @@ class TrainerSetup(RankSetup):
     with_reference: bool
     reference_update: ReferenceUpdateConfig = field(default_factory=ReferenceUpdateConfig)
     """Rule by which the reference follows the weights in training."""
+    float32: bool = False
+    """Whether the model computes in float32, whatever the number format of its parameters. See `Model.float32`."""
     teacher: ModelConfig | None = None
     """The teacher, if these ranks hold it."""

@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.func import functional_call
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.watch.marks import mark
@@ -24,8 +26,17 @@ from rlframe.megatron.vocab.divergence import divergence as whole_divergence
 from rlframe.megatron.vocab.divergence import renyi_entropies
 from rlframe.megatron.vocab.vocab_parallel import logprobs_and_entropy
 from rlframe.ops.sequences import last_tokens
-from rlframe.types.batch import Sequences
-from rlframe.types.results import Divergence, DivergenceOutput, Metric, Output, PolicyOutput, StateOutput, ValueOutput
+from rlframe.types.batch import Sequences, TrainBatch
+from rlframe.types.results import (
+    Divergence,
+    DivergenceOutput,
+    Metric,
+    Output,
+    PassResult,
+    PolicyOutput,
+    StateOutput,
+    ValueOutput,
+)
 
 
 def policy_output(
@@ -209,8 +220,8 @@ def accumulate_gradients(
     *,
     temperature: float,
     teacher: Model | None = None,
-) -> list[dict[str, Metric]]:
-    """Adds the gradients of the summed loss to the gradient buffers. Returns the metrics of each micro-batch (last
+) -> list[PassResult]:
+    """Adds the gradients of the summed loss to the gradient buffers. Returns the result of each micro-batch (last
     stage only).
 
     Args:
@@ -218,15 +229,24 @@ def accumulate_gradients(
     """
     read = output_reader(model, algorithm, temperature=temperature, teacher=teacher)
 
-    def loss(microbatch: Microbatch, inputs: PackedInputs, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-        result = algorithm.loss(read(output, microbatch.batch, inputs), microbatch.batch, microbatch.weights)
+    def loss(microbatch: Microbatch, inputs: PackedInputs, output: Tensor) -> tuple[Tensor, Tensor, PassResult]:
+        outputs = read(output, microbatch.batch, inputs)
+        result = algorithm.loss(outputs, microbatch.batch, microbatch.weights)
+        done = PassResult(metrics=result.metrics, kept_logprobs=kept_logprobs(outputs, microbatch.batch))
         # Megatron requires a token count; `finalize_gradients` never divides by it.
-        return result.loss, torch.ones((), dtype=torch.int, device=output.device), result.metrics
+        return result.loss, torch.ones((), dtype=torch.int, device=output.device), done
 
     set_training(model, True)
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     return run(model, microbatches, loss, forward_only=False)
+
+
+def kept_logprobs(outputs: Any, batch: Sequences) -> Float[Tensor, " T_kept"]:
+    """Returns [T_kept] nats of the sequences of a micro-batch that are marked as kept, on the CPU."""
+    if not isinstance(batch, TrainBatch) or batch.kept is None:
+        return torch.empty(0)
+    return outputs.logprobs.detach()[torch.repeat_interleave(batch.kept, batch.lengths)].cpu()
 
 
 def measure(
@@ -259,9 +279,22 @@ def set_training(model: Model, training: bool) -> None:
         chunk.train(training)
 
 
-def module_output(module: Any, inputs: PackedInputs) -> Tensor:
-    """Returns the output of a chunk of the model. That of the last one is logits [1, T_padded / cp, V_local]."""
-    return module(input_ids=inputs.token_ids, position_ids=None, attention_mask=None, packed_seq_params=inputs.packing)
+def module_output(module: Any, inputs: PackedInputs, *, float32: bool = False) -> Tensor:
+    """Returns the output of a chunk of the model. That of the last one is logits [1, T_padded / cp, V_local].
+
+    Args:
+        float32: see `Model.float32`.
+    """
+    arguments = {
+        "input_ids": inputs.token_ids,
+        "position_ids": None,
+        "attention_mask": None,
+        "packed_seq_params": inputs.packing,
+    }
+    if not float32:
+        return module(**arguments)
+    copies = {name: parameter.float() for name, parameter in module.named_parameters()}
+    return functional_call(module, copies, kwargs=arguments)
 
 
 def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
@@ -283,7 +316,7 @@ def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., A
         microbatch = next(iterator).to(device)
         inputs = PackedInputs.of(microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank())
         with model.replay.of(microbatch.batch, inputs) if model.replay else nullcontext():
-            output = module_output(module, inputs)
+            output = module_output(module, inputs, float32=model.float32)
         return output, partial(on_output, microbatch, inputs)
 
     if model.replay:

@@ -62,6 +62,9 @@ class Model:
     """The adapters. None if the parameters themselves are trained."""
     replay: RouterReplay | None = None
     """Makes the routers choose the engine's experts. None if they choose for themselves."""
+    float32: bool = False
+    """Whether forward and backward passes compute in float32 on copies of the parameters, of which gradients reach the
+    parameters in their own number format."""
 
 
 def build(

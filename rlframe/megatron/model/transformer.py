@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from rlframe.megatron.compat import submodules
+from rlframe.megatron.compat import LatentAttention, submodules
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.cpu.attention import PackedAttention, RmsNorm
@@ -124,7 +124,7 @@ def finalize_gradients(model: list, num_tokens: Tensor | None = None, **groups: 
       2. DDP: gradient_scaling_factor = 1, gradients are summed over DP x CP (experts: over expert DP, and the
          all-to-all has already summed over EP);
       3. finalize_model_grads: divides by the global num_tokens, unless it is None.
-    Passing None in step 3 leaves exactly the sum. Read in megatron-core 0.16.1; proven by the layout tests.
+    Passing None in step 3 leaves exactly the sum. Read in megatron-core 0.16.1 and 0.19.2; proven by the layout tests.
     """
     finalize_model_grads(model, None, **groups)
 
@@ -136,6 +136,8 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer in block.layer_specs:
             set_activation(architecture, layer)
+            if architecture.latent:
+                layer.submodules.self_attention.module = LatentAttention
         return block
     sparse, dense = (
         local_layer(architecture, num_experts=num_experts) for num_experts in (architecture.num_experts or None, None)
@@ -166,6 +168,7 @@ def local_layer(architecture: Architecture, *, num_experts: int | None) -> Modul
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if latent:
+        spec.submodules.self_attention.module = LatentAttention
         attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
         attention.q_layernorm = attention.kv_layernorm = RmsNorm
     elif architecture.qk_norm:

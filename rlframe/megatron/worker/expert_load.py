@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from rlframe.megatron.compat import auxiliary_loss_divisor
 from rlframe.megatron.config.options import MoeConfig
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.model.model import Model
@@ -66,12 +67,12 @@ def balance(model: Model, moe: MoeConfig, microbatches: list[Microbatch]) -> Non
         balancing: loss_m = E / (k N_m^2) sum over experts i of tokens_i * sum over tokens of p_i
         (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6; p is the softmax of all scores, k experts a token);
         z-loss: loss_m = mean over tokens of (log sum exp scores)^2 (Zoph et al. 2022, arXiv 2202.08906, equation 5).
-    What Megatron-Core 0.16.1 does with its coefficient c and `calculate_per_token_loss`: the G = TP * CP ranks that
-    share m have N_m / G tokens each and shares of the loss that add up to c loss_m (z-loss: c / G times the mean over
-    their own, which add up to the same); `MoEAuxLossAutoScaler` gives each share a gradient of N_m / G, and the
-    schedule multiplies by the scale of the main loss, here 1. Summed over ranks and micro-batches, and divided by
-    nothing (`finalize_gradients`), that is c / G * sum over m of N_m loss_m. So c = coefficient * G / N.
-    (With its own division by the number of tokens, Megatron's result is G times too small for TP.)
+    What Megatron-Core does with its coefficient c and `calculate_per_token_loss`: the ranks that share m have equally
+    many tokens each and shares of the loss that add up to c loss_m (z-loss: a part of c times the mean over their own,
+    which add up to the same); `MoEAuxLossAutoScaler` gives each share a gradient of N_m / D, with the D of
+    `auxiliary_loss_divisor`, and the schedule multiplies by the scale of the main loss, here 1. Summed over ranks and
+    micro-batches, and divided by nothing (`finalize_gradients`), that is c / D * sum over m of N_m loss_m. So
+    c = coefficient * D / N.
     """
     if not (moe.aux_loss_coefficient or moe.z_loss_coefficient):
         return
@@ -80,7 +81,7 @@ def balance(model: Model, moe: MoeConfig, microbatches: list[Microbatch]) -> Non
     tokens = sum(int(padded_lengths(each.batch, multiple, config.context_parallel_size).sum()) for each in microbatches)
     total = torch.tensor(float(tokens), device=next(iter(model.parameters.values())).device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    factor = config.tensor_model_parallel_size * config.context_parallel_size / float(total)
+    factor = auxiliary_loss_divisor(config) / float(total)
     if moe.aux_loss_coefficient:
         config.moe_aux_loss_coeff = moe.aux_loss_coefficient * factor
     if moe.z_loss_coefficient:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from rlframe.cluster.watch.marks import mark
+from rlframe.megatron import compat
 from rlframe.megatron.config.parallel import Coordinates, Parallel
 from rlframe.megatron.cpu import platform
 
@@ -20,6 +21,7 @@ def initialize(
         init_method: `tcp://host:port` of rank 0.
         timeout_s: a collective that waits longer than this fails.
     """
+    compat.name_after_torch()
     kinds = "gloo" if device.type == "cpu" else f"cpu:gloo,cuda:{platform.backend(device)}"
     mark(f"meeting the other ranks of {parallel.world} at {init_method}")
     dist.init_process_group(

@@ -28,12 +28,13 @@ from rlframe.megatron.proof.constant import ConstantWeights
 from rlframe.megatron.worker import optimizer, overlap, parallel
 from rlframe.megatron.worker.expert_load import ExpertLoad, balance
 from rlframe.megatron.worker.forward_only import frozen_model
+from rlframe.megatron.worker.norms import Norms
 from rlframe.megatron.worker.offload import SleepingMemory
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
-from rlframe.types.results import Mean, Metric, merge
+from rlframe.types.results import Mean, Metric, UpdateResult, merge
 from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor
 from rlframe.weight_sync.proof.digest import digest
@@ -56,6 +57,7 @@ class Trainer:
         family = load_family(folder)
         architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
         self.model = model.build(family, architecture, setup.train, device=setup.device)
+        self.model.float32 = setup.float32
         self.layout: MemoryLayout = self.model.layout
         self._load_weights(folder)
         self.reference = self._reference() if setup.with_reference else None
@@ -69,6 +71,7 @@ class Trainer:
         self._sources: dict[str, WeightSource] = {}
         self.optimizer = optimizer.build(self.model, setup.train)
         self.expert_load = ExpertLoad(self.model)
+        self.norms = Norms(self.model, self.optimizer)
         overlap.prepare(self.model, setup.train)
         self.sleeping = SleepingMemory(self.model, self.optimizer) if setup.train.offload_optimizer else None
         self.staged: Staged | None = None
@@ -202,20 +205,21 @@ class Trainer:
             value.neg_()
         self._weights_changed()
 
-    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[dict[str, Metric]]:
-        """Takes one optimizer step per entry of `steps`. Returns their metrics, merged over this rank's micro-batches.
+    def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[UpdateResult]:
+        """Takes one optimizer step per entry of `steps`. Returns their results.
 
         Args:
             first_step: number of optimizer steps the run has taken before.
         """
         results = []
         train = self.setup.train
+        measured = train.measures_norms(first_step // len(steps) + 1)
         for index, microbatches in enumerate(steps):
             if self.model.lora:
                 self.model.lora.seed_dropout(seed=self.setup.seed, step=first_step + index)
             balance(self.model, train.moe, microbatches)
             with overlap.gathering(self.model, when=train.communication.overlap_param_gather and index > 0):
-                shares = forward.accumulate_gradients(
+                passes = forward.accumulate_gradients(
                     self.model,
                     microbatches,
                     algorithm,
@@ -223,15 +227,19 @@ class Trainer:
                     teacher=self.teacher,
                 )
             mark(f"optimizer step {index + 1} of {len(steps)}")
+            norms = self.norms.gradient() if measured else {}
             updated = optimizer.step(
                 self.optimizer,
                 train.optimizer,
                 step_index=first_step + index,
                 total_steps=self.setup.total_optimizer_steps,
             )
-            metrics = {key: Mean(value, 1.0) for key, value in updated.items()} | self.expert_load.take()
+            norms |= self.norms.update(num_steps=first_step + index + 1) if measured else {}
+            metrics = {key: Mean(value, 1.0) for key, value in (updated | norms).items()} | self.expert_load.take()
             metrics |= self.model.replay.take() if self.model.replay else {}
-            results.append(merge(shares) | metrics)
+            metrics = merge(each.metrics for each in passes) | metrics
+            kept = [each.kept_logprobs for each in passes] if self.coordinates.reports else []
+            results.append(UpdateResult(metrics=metrics, kept_logprobs=kept))
         overlap.complete(self.model, train)
         if self.following and self.setup.reference_update.due(first_step, len(steps)):
             self.following.follow(self.setup.reference_update.mix)

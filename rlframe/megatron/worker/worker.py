@@ -20,10 +20,12 @@ from rlframe.megatron.messages.microbatch import Share
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.ranks import TrainerRank
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
+from rlframe.megatron.messages.trained import Trained
 from rlframe.megatron.worker import environment
 from rlframe.types.results import Metric
 from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
+from rlframe.utils.memory import used
 from rlframe.utils.rendezvous import listen
 from rlframe.weight_sync.border import SourceRank
 
@@ -108,9 +110,10 @@ class MegatronWorker(MegatronRank, TrainerRank):
         """See Trainer.negate."""
         self.trainer.negate()
 
-    def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> list[dict[str, Metric]]:
+    def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> Trained:
         """See Trainer.train."""
-        return self.trainer.train([share.microbatches() for share in shares], algorithm, first_step=first_step)
+        steps = self.trainer.train([share.microbatches() for share in shares], algorithm, first_step=first_step)
+        return Trained(steps=steps, memory=used())
 
     def sleep(self) -> Moved:
         """See Trainer.sleep."""

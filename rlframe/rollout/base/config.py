@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from rlframe.cluster.profiling.config import ProfileConfig
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
@@ -22,6 +23,15 @@ class EngineDtype(StrEnum):
     """The number format the policy trains in."""
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+
+
+class Logprobs(StrEnum):
+    """Agreement of the engine's logprobs with the trainer's."""
+
+    SAMPLED = "sampled"
+    """Each side computes in its own number format with its own kernels, so that they differ by rounding."""
+    EXACT = "exact"
+    """Both sides compute in float32 from the same weights, and differ by less than 1e-4 nats."""
 
 
 class CacheAfterSync(StrEnum):
@@ -70,6 +80,12 @@ class RolloutConfig:
     prompts with short responses."""
     dtype: EngineDtype = EngineDtype.AUTO
     """Number format of weights and activations."""
+    logprobs: Logprobs = Logprobs.SAMPLED
+    """Agreement of the engine's logprobs with the trainer's. sampled: each side computes in its own number format with
+    its own kernels, so that they differ by rounding. exact: with train.dtype=bfloat16, parameters and their sync stay
+    bfloat16, but both sides compute in float32 from them, in sampling, logprobs and gradients. They then differ by less
+    than 1e-4 nats, except where experts tie. It takes a copy of the weights in float32 on both sides and the time of
+    float32 products. Offered by the embedded engine on a CPU."""
     cache_after_sync: CacheAfterSync = CacheAfterSync.RECOMPUTE
     """Keys and values with which running requests go on after a weight sync. recompute: the new weights compute them
     again, which costs a prefill of every running request. keep: the old ones stay, which saves the prefill; tokens that
@@ -101,7 +117,19 @@ class RolloutConfig:
             raise SettingError("record", f"has no effect with replay={self.replay}", got="true", hint="remove it")
         if "" in self.stop:
             raise SettingError("stop", "must not hold an empty string", why="it would end every response at once")
+        if self.logprobs is Logprobs.EXACT and self.dtype is EngineDtype.BFLOAT16:
+            raise SettingError("dtype", "must be auto or float32 with logprobs=exact", got=self.dtype)
         self.sampling()
+
+    def number_format(self, trained: str) -> EngineDtype:
+        """Returns the number format of the engine, never auto.
+
+        Args:
+            trained: the number format of the policy's parameters, `train.dtype`.
+        """
+        if self.logprobs is Logprobs.EXACT:
+            return EngineDtype.FLOAT32
+        return EngineDtype(trained) if self.dtype is EngineDtype.AUTO else self.dtype
 
     def without_engine(self) -> "RolloutConfig":
         """Returns the settings that all engines share, for a process that needs no others: the file of an engine's own
@@ -134,6 +162,38 @@ class RolloutConfig:
             cuda: whether engines run on CUDA.
         """
         yield Fault("rollout.name", "does not return routed experts", got=self.name, stated=True)
+
+    def profile_faults(self, profile: ProfileConfig) -> Iterator[Fault]:  # noqa: ARG002 - for subclasses
+        """Yields a fault for every reason why the profiler cannot record engines with these settings.
+
+        Subclasses override it if their engine has a profiler of its own.
+        """
+        yield from ()
+
+    def profiled(self, profile: ProfileConfig, folder: str) -> "RolloutConfig":  # noqa: ARG002 - for subclasses
+        """Returns the settings of an engine that is to be profiled.
+
+        Subclasses override it if their engine must know so from the start.
+
+        Args:
+            folder: folder of this engine's own files.
+        """
+        return self
+
+    def exact_faults(self, *, cuda: bool) -> Iterator[Fault]:
+        """Yields a fault for every reason why engines with these settings cannot do `logprobs=exact`.
+
+        Subclasses override it if their engine can.
+
+        Args:
+            cuda: whether engines run on CUDA.
+        """
+        yield Fault(
+            "rollout.logprobs",
+            "must be sampled",
+            got=self.logprobs,
+            why=f"nobody has shown that rollout.name={self.name} and the trainer compute the same",
+        )
 
     def sampling(self, *, greedy: bool = False, max_tokens: int | None = None) -> SamplingParams:
         """Returns the sampling parameters of these settings.

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from rlframe.cluster.profiling.request import Request
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
@@ -38,6 +39,8 @@ class RolloutEngine(ABC):
     meanwhile."""
     freed_bytes: int | None = None
     """Bytes of device memory that the last `sleep` freed, over all ranks of the engine. None if not measured."""
+    profiles_itself: ClassVar[bool] = False
+    """Whether the engine has a profiler of its own, because it computes in other processes: `begin_profile`."""
 
     @abstractmethod
     def __init__(
@@ -150,6 +153,15 @@ class RolloutEngine(ABC):
     @abstractmethod
     def is_alive(self) -> bool:
         """Returns False if a process of the engine has ended, so that the engine must be rebuilt."""
+
+    def begin_profile(self, request: Request) -> None:
+        """Begins to record the engine's processes. Its config is one that `RolloutConfig.profiled` returned. Called
+        only if `profiles_itself`."""
+        raise NotImplementedError
+
+    def end_profile(self, request: Request) -> list[Path]:
+        """Ends the record, and returns the files of it that are written."""
+        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:

@@ -16,6 +16,7 @@ from rlframe.rollout.fleet.worker import GENERATE, SIGNALS, EngineWorker, Rollou
 from rlframe.types.input import ModelInput
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import EngineDied, RlframeError, WorkerDied
+from rlframe.utils.memory import MemoryUse, of_role
 from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationGroup, DestinationRank, Received
 
@@ -67,6 +68,8 @@ class RolloutGroup(DestinationGroup):
         self._lost: set[int] = set()
         """Indices of the engines whose weights a sleep has dropped."""
         self._freed_bytes: int | None = None
+        self._memory: list[MemoryUse] = []
+        """Memory of each engine rank at the last sync."""
         self._processes: list[list[tuple[int, float]]] = [[] for _ in slots]
         self._starting: list[ray.ObjectRef[list[tuple[int, float]]]] = []
         """The calls under way that start the engines for the first time."""
@@ -240,8 +243,9 @@ class RolloutGroup(DestinationGroup):
         ray.wait(calls, num_returns=len(calls), timeout=ABORT_S)
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the engines: restarts so far, and bytes that the last sleep freed."""
-        metrics = {"rollout/engine_restarts": float(self.num_restarts)}
+        """Returns metrics of the engines: restarts so far, memory at the last sync, and bytes that the last sleep
+        freed."""
+        metrics = {"rollout/engine_restarts": float(self.num_restarts), **of_role("engine", self._memory)}
         if self._freed_bytes is not None:
             metrics["memory/engine_freed_bytes"] = float(self._freed_bytes)
         return metrics
@@ -270,6 +274,7 @@ class RolloutGroup(DestinationGroup):
         chosen = self._chosen(engines)
         calls = self.workers.ask_all(EngineWorker.receive, version, ranks=chosen)
         received = flat(self.workers.wait(calls, doing="weight sync", ranks=chosen))
+        self._memory = [each.memory for each in received]
         self._lost -= set(chosen)
         return received
 

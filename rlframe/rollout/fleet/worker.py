@@ -14,6 +14,7 @@ import ray
 
 from rlframe.cluster.config import Device
 from rlframe.cluster.cuda import check_cuda
+from rlframe.cluster.profiling.config import ProfileConfig
 from rlframe.cluster.worker import Worker
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
@@ -24,6 +25,7 @@ from rlframe.utils.calls import RankCall
 from rlframe.utils.registry import find
 
 if TYPE_CHECKING:
+    from rlframe.cluster.profiling.request import Recorder, Request
     from rlframe.rollout.base.engine import RolloutEngine
     from rlframe.types.batch import TopLogprobs
     from rlframe.weight_sync.border import DestinationRank, Received
@@ -48,6 +50,17 @@ class RolloutSetup:
     """The run's seed. It decides every sampled token, and the weights of a model with random_init."""
     with_routes: bool = False
     """Whether completions carry their routed experts."""
+    profile: "EngineProfile | None" = None
+    """The profiles of the engines. None profiles none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineProfile:
+    """The settings of profiles with which engines start, because theirs must know them from the start."""
+
+    config: ProfileConfig
+    folder: str
+    """Folder of the run's profiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +157,11 @@ class RolloutWorker(Worker, EngineWorker):
         self._num_running = 0
         self._num_ranks = setup.rollout.devices_per_engine
         self._asleep = False
+        config, profile = setup.rollout, setup.profile
+        if profile and self.rank in profile.config.engines:
+            config = config.profiled(profile.config, f"{profile.folder}/engines_{self.rank}")
         self.engine = engine_class(
-            setup.rollout,
+            config,
             folder=resolve(setup.model),
             dtype=getattr(torch, setup.dtype.value),
             device="cuda" if cuda else "cpu",
@@ -154,6 +170,12 @@ class RolloutWorker(Worker, EngineWorker):
         )
         garbage.release()
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
+
+    def _recorder(self, request: "Request") -> "Recorder":
+        """Returns the engine's own profiler, or one of this process if that is all there is of the engine."""
+        from rlframe.rollout.fleet.profiling import EngineRecorder  # not at the head: see there
+
+        return EngineRecorder(self.engine, request) if self.engine.profiles_itself else super()._recorder(request)
 
     @ray.method(concurrency_group=GENERATE)
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:

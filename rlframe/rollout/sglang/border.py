@@ -44,6 +44,20 @@ class EngineHost(Protocol):
         """Returns the k most likely tokens in the place of each token but the first."""
         ...
 
+    async def begin_profile(self, folder: str, activities: list[str], stacks: bool) -> None:
+        """Begins SGLang's own profiler in every scheduler.
+
+        Args:
+            folder: folder of its files.
+            activities: by SGLang's names, such as CPU and GPU.
+            stacks: whether traces hold Python functions.
+        """
+        ...
+
+    async def end_profile(self) -> None:
+        """Ends the profiler. Its files are written then."""
+        ...
+
     async def ranks(self, name: str, calls: list[bytes]) -> list[tuple[Any, Any, bool]]:
         """Forwards calls to the schedulers.
 

@@ -14,10 +14,13 @@ from typing import TypeVar, TypeVarTuple
 
 import torch
 
+from rlframe.cluster.profiling.config import Tool
+from rlframe.cluster.profiling.request import Request
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.engine import CACHE, WEIGHTS, ServedEngine
 from rlframe.rollout.served.pending import PendingRequest
+from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.sglang.border import Answer, EngineHost, SchedulerRank
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.rollout.sglang.launch import Host, Launch, engine_arguments
@@ -39,6 +42,8 @@ ABORT_S = 0.02
 
 class SglangEngine(ServedEngine):
     """One SGLang engine of `tp` devices."""
+
+    profiles_itself = True
 
     def __init__(
         self,
@@ -206,6 +211,23 @@ class SglangEngine(ServedEngine):
             WeightSyncFailed: this SGLang has no checksums.
         """
         return self._all(SchedulerRank.checksums)
+
+    def begin_profile(self, request: Request) -> None:
+        kinds = {
+            Tool.TORCH: ["CPU", "GPU"] if self._cuda else ["CPU"],
+            Tool.NSYS: ["CUDA_PROFILER"],
+            Tool.MEMORY: ["MEM"],
+        }
+        folder = str(self._profile_folder(request))
+        self._host.call(EngineHost.begin_profile, folder, kinds[request.tool], request.stacks).result()
+
+    def end_profile(self, request: Request) -> list[Path]:
+        self._host.call(EngineHost.end_profile).result()
+        return collected(self._profile_folder(request), request)
+
+    def _profile_folder(self, request: Request) -> Path:
+        """Returns the folder of SGLang's own files of a profile."""
+        return Path(request.folder) / f".{request.name}"
 
     def is_alive(self) -> bool:
         return not self._closed and not self._broken and self._host.is_alive

@@ -7,6 +7,7 @@ it through the socket FD, and finds the socket closed when the process is gone.
 
 import asyncio
 import base64
+import inspect
 import pickle
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import zmq
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.io_struct import ProfileReq
 from sglang.srt.server_args import ServerArgs
 
 from rlframe.rollout.base.routes import Routers
@@ -174,6 +176,20 @@ class Host(EngineHost):
             **more,
         )
         return output["meta_info"]
+
+    async def begin_profile(self, folder: str, activities: list[str], stacks: bool) -> None:
+        """See EngineHost."""
+        begin = self._engine.tokenizer_manager.start_profile
+        options: dict[str, Any] = {"output_dir": folder, "activities": activities, "with_stack": stacks}
+        # Arguments in SGLang 0.5.17, one request in 0.5.23.
+        if "req" in inspect.signature(begin).parameters:
+            await begin(ProfileReq(**options, record_shapes=False))
+        else:
+            await begin(**options, record_shapes=False)
+
+    async def end_profile(self) -> None:
+        """See EngineHost."""
+        await self._engine.tokenizer_manager.stop_profile()
 
     async def ranks(self, name: str, calls: list[bytes]) -> list[tuple[Any, Any, bool]]:
         """See EngineHost."""

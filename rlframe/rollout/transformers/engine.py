@@ -58,6 +58,17 @@ class TransformersConfig(RolloutConfig):
         """Yields nothing: the routers run in this process. See RolloutConfig."""
         yield from ()
 
+    def exact_faults(self, *, cuda: bool) -> Iterator[Fault]:
+        """See RolloutConfig."""
+        if cuda:
+            yield Fault(
+                "rollout.logprobs",
+                "must be sampled on CUDA",
+                got=self.logprobs,
+                why="there float32 products are of TF32, and Transformer Engine's are other ones than torch's",
+                hint="train.moe.router_replay=true removes the largest part with experts",
+            )
+
 
 class TransformersEngine(RolloutEngine):
     """A causal language model of transformers and its tokenizer.

@@ -1,9 +1,10 @@
 """Settings of vLLM."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from rlframe.cluster.profiling.config import ProfileConfig, Tool
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.rollout.vllm import layout
@@ -37,6 +38,8 @@ OWN_OPTIONS = frozenset(
 )
 """Engine arguments that users must not set: they have a setting of their own, or the engine's correctness depends on
 them."""
+PROFILER_CONFIG = "profiler_config"
+"""The engine argument about vLLM's own profiler."""
 
 
 class MoeBackend(StrEnum):
@@ -78,6 +81,46 @@ class VllmConfig(ServedConfig):
         """See RolloutConfig."""
         yield from layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
         yield from ServedConfig.faults(self, architecture)
+
+    def profile_faults(self, profile: ProfileConfig) -> Iterator[Fault]:
+        """See RolloutConfig."""
+        if profile.tool is Tool.MEMORY:
+            yield Fault(
+                "profile.tool",
+                "must be torch or nsys for engines of vLLM, which record no snapshots of memory",
+                got=profile.tool,
+                hint="or leave engines out of profile.roles",
+            )
+        if PROFILER_CONFIG in self.engine_options:
+            yield Fault(
+                f"rollout.engine_options.{PROFILER_CONFIG}",
+                "must not be set where profile.steps profiles engines, which sets it",
+                hint="remove it, or leave engines out of profile.roles",
+            )
+
+    def profiled(self, profile: ProfileConfig, folder: str) -> "VllmConfig":
+        """See RolloutConfig."""
+        options: dict[str, object] = {"profiler": "cuda"}
+        if profile.tool is Tool.TORCH:
+            # Without the front end: it is in the actor's process, which samples nothing.
+            options = {
+                "profiler": "torch",
+                "torch_profiler_dir": folder,
+                "torch_profiler_with_stack": profile.stacks,
+                "ignore_frontend": True,
+            }
+        return replace(self, engine_options=self.engine_options | {PROFILER_CONFIG: options})
+
+    def exact_faults(self, *, cuda: bool) -> Iterator[Fault]:
+        """See RolloutConfig."""
+        yield Fault(
+            "rollout.logprobs",
+            "must be sampled with rollout.name=vllm",
+            got=self.logprobs,
+            why="VLLM_BATCH_INVARIANT=1 makes vLLM agree with itself in any batch; to agree with it, the trainer would "
+            "need its kernels, also in the backward pass, which Megatron-Core does not have",
+            hint="use rollout.name=transformers on a CPU, or an algorithm's correction",
+        )
 
     def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """See RolloutConfig."""

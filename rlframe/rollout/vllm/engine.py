@@ -17,12 +17,14 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
+from rlframe.cluster.profiling.request import Request
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.engine import ServedEngine
 from rlframe.rollout.served.pending import PendingRequest, top_logprobs
+from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.vllm.border import Extension
-from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
 from rlframe.rollout.vllm.launch import engine_arguments, launch, set_environment
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
@@ -44,6 +46,8 @@ DEATH_GRACE_S = 5.0
 
 class VllmEngine(ServedEngine):
     """One vLLM engine of `tp` devices."""
+
+    profiles_itself = True
 
     def __init__(
         self,
@@ -227,6 +231,14 @@ class VllmEngine(ServedEngine):
 
     def _restore(self, tag: str) -> None:
         self._wait(self._engine.wake_up(tags=[tag]), doing="wake")
+
+    def begin_profile(self, request: Request) -> None:  # noqa: ARG002 - the folder is known from the start
+        self._wait(self._engine.start_profile(), doing="start of the profile")
+
+    def end_profile(self, request: Request) -> list[Path]:
+        self._wait(self._engine.stop_profile(), doing="end of the profile")
+        written = self.config.engine_options[PROFILER_CONFIG].get("torch_profiler_dir")
+        return collected(Path(written), request) if written else []
 
     def is_alive(self) -> bool:
         return not self._closed and not self._broken and not self._engine.errored

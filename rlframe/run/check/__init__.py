@@ -7,17 +7,20 @@ from typing import Any
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.config import Device
 from rlframe.run.check import (
+    alerts,
     batch,
     cluster,
     critic,
     data,
     devices,
     effect,
+    exact,
     judge,
     loop,
     memory,
     model,
     modes,
+    profile,
     replay,
     reward,
     routes,
@@ -143,6 +146,12 @@ def check_routes(run: RunConfig) -> Iterator[Fault]:
         yield from routes.faults(run, algorithm_of(run), cuda=device is Device.CUDA)
 
 
+def check_exact(run: RunConfig) -> Iterator[Fault]:
+    """Checks that engines and trainer can agree exactly, if they must."""
+    if online(run) and (device := device_of(run)) is not Device.AUTO:
+        yield from exact.faults(run, cuda=device is Device.CUDA)
+
+
 def check_critic(run: RunConfig) -> Iterator[Fault]:
     """Checks that the critic's settings have an effect and obey the rules of the policy's settings."""
     algorithm = algorithm_of(run)
@@ -215,10 +224,12 @@ TOPICS = {
     check_data: {"data", "seed"},
     data.curriculum_faults: {"data", "reward", "judge", "steps", "algorithm"},
     devices.packages: {"rollout", "logging", "cluster"},
+    alerts.faults: {"alerts", "algorithm"},
     batch.optimizer: {"train"},
     model.lora: {"model", "train"},
     check_training: {"model", "train", "cluster", "algorithm"},
     check_routes: {"train", "rollout", "cluster", "algorithm"},
+    check_exact: {"train", "rollout", "cluster", "algorithm"},
     devices.sleep: {"train", "critic", "cluster", "algorithm"},
     check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     loop.evaluation: {"data", "evaluation"},
@@ -240,6 +251,9 @@ TOPICS = {
     modes.mode: {"mode", "data", "evaluation", "algorithm", "rollout", "checkpoint"},
     modes.sets: {"mode", "data", "evaluation", "reward", "rollout", "model", "algorithm"},
     modes.prompts: {"mode", "data", "seed", "model"},
+    profile.processes: profile.SECTIONS,
+    profile.device: {"profile", "cluster"},
+    profile.nsys: {"profile", "output"},
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
@@ -254,6 +268,7 @@ OF_THIS_MACHINE = frozenset(
         data.curriculum_faults,
         check_reward,
         memory.faults,
+        profile.nsys,
     }
 )
 """Topics about weights, data, packages and devices, which a machine that only plans need not have."""
@@ -284,6 +299,7 @@ WITHOUT_TRAINING = frozenset(
         devices.packages,
         loop.environment,
         batch.tokens,
+        check_exact,
         check_reward,
         check_reward_model,
         check_judge,
@@ -291,6 +307,7 @@ WITHOUT_TRAINING = frozenset(
         modes.mode,
         modes.sets,
         modes.prompts,
+        profile.processes,
         effect.GENERATION.faults,
         effect.SELF_TEST.faults,
     }
@@ -300,7 +317,9 @@ OF_DEVICE = (
     devices.transport,
     check_training,
     check_routes,
+    check_exact,
     check_critic,
+    profile.device,
     *(need.faults for need in effect.NEEDS if "cluster" in need.beside),
 )
 """Topics that depend on the device, which `auto` on a joined cluster leaves open until then."""

@@ -7,7 +7,7 @@ from rlframe.cluster import job
 from rlframe.cluster.needs import Needs
 from rlframe.megatron.worker import environment
 from rlframe.run.check import teacher as check_teacher
-from rlframe.run.check.context import samples
+from rlframe.run.check.context import algorithm_of, online, samples
 from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault
 
@@ -75,10 +75,12 @@ def job_environment(run: RunConfig) -> Iterator[Fault]:
 
 def needs(run: RunConfig, folder: Path) -> Needs:
     """Returns what the nodes of a joined cluster must have."""
-    models = {"model.path": run.model, "critic.model.path": run.critic_model}
+    models = {"model.path": run.model}
+    if run.trains(online=online(run)) and algorithm_of(run).requirements.critic:
+        models["critic.model.path"] = run.critic_model
     if run.judge:
         models["judge.path"] = run.judge.model
-    if run.teacher:
+    if run.teacher and run.trains(online=online(run)):
         models["teacher.path"] = run.teacher.model
     local = {key: Path(model.path).expanduser() for key, model in models.items()}
     engine = run.rollout.name

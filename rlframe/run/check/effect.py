@@ -10,6 +10,7 @@ from typing import Any
 
 from rlframe.cluster.config import Device
 from rlframe.environments.base import answers
+from rlframe.loops.alerts.config import ONLINE
 from rlframe.megatron.config.train import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
@@ -67,6 +68,7 @@ NEEDS = (
             "loop",
             "cluster.colocate",
             "logging.samples_per_step",
+            *(f"alerts.{name}" for name in sorted(ONLINE)),
         ),
         lambda run: not online(run),
         "algorithm.name={algorithm.name}",
@@ -111,6 +113,7 @@ NEEDS = (
         lambda run: run.weight_sync.transport in ("shm", "cuda_ipc"),
         "transport={weight_sync.transport}",
     ),
+    Need(("profile",), lambda run: not run.profile.steps, "profile.steps=[]"),
     Need(("checkpoint.best_mode",), lambda run: run.checkpoint.keep_best == 0, "keep_best=0"),
     Need(
         ("checkpoint.export_dtype", "checkpoint.export_shard_gb"),

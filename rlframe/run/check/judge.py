@@ -22,6 +22,7 @@ IDLE = {
     "record": "only the policy's responses are recorded",
     "replay": "only the policy's responses are replayed",
     "cache_after_sync": "a judge's weights do not change",
+    "logprobs": "the logprobs of a judge are not trained on",
 }
 """Settings of engines that do nothing for a judge, and why."""
 

@@ -8,13 +8,15 @@ from rlframe.data.config import DataConfig
 from rlframe.data.sets import read, settings_of
 from rlframe.data.storage.sequences import Joined
 from rlframe.loops.self_test.checks import find_checks
+from rlframe.rewards.extracting import try_extracting
 from rlframe.run.check.context import evaluates, online, samples
 from rlframe.run.check.data import nothing_to_judge, template_faults
 from rlframe.run.check.reward import needing_answers
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.evaluation import SALT, data_of
-from rlframe.utils.errors import ConfigError, DataError
+from rlframe.utils.errors import ConfigError, DataError, RewardError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 
 
 def mode(run: RunConfig) -> Iterator[Fault]:
@@ -68,6 +70,21 @@ def sets(run: RunConfig) -> Iterator[Fault]:
         key = f"evaluation.sets.{name}"
         data = data_of(run, each)
         yield from _data(run, data, part=builtin.Split.HELD_OUT, salt=SALT, key=f"{key}.path", answers=key)
+        if each.majority is not None:
+            yield from _majority(run, each.majority, key=f"{key}.majority")
+
+
+def _majority(run: RunConfig, part: str, *, key: str) -> Iterator[Fault]:
+    """Checks that there is a reward part of this name, which reads answers from responses."""
+    names = list(run.reward.parts)
+    if part not in names:
+        rule = f"must be one of reward.parts, {', '.join(names) or 'of which there is none'}"
+        yield Fault(key, rule, got=repr(part), hint=did_you_mean(part, names))
+        return
+    try:
+        try_extracting(run.reward, part)
+    except (RewardError, ConfigError) as error:
+        yield Fault(key, "must name a reward part that says which answer a response gives", got=part, why=str(error))
 
 
 def prompts(run: RunConfig) -> Iterator[Fault]:

@@ -26,6 +26,12 @@ ENGINES_WITH_EXTRA = ("vllm", "sglang")
 OF_ROLLOUT = (*SAMPLING, "oversample", "oversample_rest", "record", "replay")
 """Settings of RolloutConfig that decide how responses are sampled, and what becomes of them."""
 
+OF_POLICY = {
+    "cache_after_sync": "a teacher's weights do not change",
+    "logprobs": "it is about the policy's engines and the trainer",
+}
+"""Settings of engines that do nothing for a teacher, and why."""
+
 
 def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[Fault]:
     """Yields a fault for every reason why the teacher cannot be used, or would have no effect."""
@@ -132,14 +138,9 @@ def _engine_faults(run: RunConfig, teacher: TeacherConfig, *, writes: bool) -> I
                 why=f"the setting rollout.{name} also applies to the teacher's responses",
                 hint="remove it",
             )
-    if engine.cache_after_sync != defaults["cache_after_sync"]:
-        yield Fault(
-            "teacher.engine.cache_after_sync",
-            "has no effect",
-            got=engine.cache_after_sync,
-            why="a teacher's weights do not change",
-            hint="remove it",
-        )
+    for name, why in OF_POLICY.items():
+        if (value := getattr(engine, name)) != defaults[name]:
+            yield Fault(f"teacher.engine.{name}", "has no effect", got=value, why=why, hint="remove it")
     if not writes and engine.max_restarts != defaults["max_restarts"]:
         yield Fault(
             "teacher.engine.max_restarts",

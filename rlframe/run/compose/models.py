@@ -27,12 +27,13 @@ from rlframe.models import tokenizer
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
-from rlframe.rollout.base.config import EngineDtype, RolloutConfig
+from rlframe.rollout.base.config import Logprobs, RolloutConfig
 from rlframe.rollout.fleet.frozen import FrozenEngines, JudgeEngines
 from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.run.compose.parts import Parts
+from rlframe.run.compose.profiling import engine_profile
 from rlframe.run.roles import teacher_engine
 from rlframe.run.teacher import TeacherPlacement
 from rlframe.weight_sync.frozen import FrozenProof
@@ -57,6 +58,7 @@ def policy(parts: Parts, placement: Placement, algorithm: Algorithm) -> PolicyGr
         with_reference=required.reference,
         reference_update=algorithm.reference_update,
         teacher=config.teacher.model if config.teacher and in_ranks else None,
+        float32=required.online and config.rollout.logprobs is Logprobs.EXACT,
     )
     slots = placement.policy
     group = PolicyGroup(setup, algorithm, slots=slots, num_threads=parts.threads(len(slots)), **parts.limits())
@@ -255,8 +257,9 @@ def evaluation_engines(parts: Parts, placement: Placement) -> EvaluationEngines 
 def _engines(parts: Parts, placement: Placement, group: type[Group], slots: list[Allocation]) -> Group:
     """Returns engines of the policy on some of their slots."""
     config = parts.config
+    setup = engine_setup(parts, config.rollout, config.model, with_routes=config.train.moe.router_replay)
     return group(
-        engine_setup(parts, config.rollout, config.model, with_routes=config.train.moe.router_replay),
+        replace(setup, profile=engine_profile(parts) if group is RolloutGroup else None),
         slots=slots,
         num_threads=parts.threads(len(placement.engines)),
         **parts.limits(),
@@ -265,13 +268,10 @@ def _engines(parts: Parts, placement: Placement, group: type[Group], slots: list
 
 def engine_setup(parts: Parts, config: RolloutConfig, model: ModelConfig, *, with_routes: bool = False) -> RolloutSetup:
     """Returns the start settings of engines of `config` that hold `model`."""
-    dtype = config.dtype
-    if dtype is EngineDtype.AUTO:
-        dtype = EngineDtype(parts.config.train.dtype.value)
     return RolloutSetup(
         rollout=config,
         model=model,
-        dtype=dtype,
+        dtype=config.number_format(parts.config.train.dtype),
         device=Device(parts.device.type),
         seed=parts.config.seed,
         with_routes=with_routes,

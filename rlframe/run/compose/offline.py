@@ -7,6 +7,7 @@ from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.saving.exporting import Exporter
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
+from rlframe.run.compose.throughput import throughput
 
 
 def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
@@ -42,5 +43,6 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
         phase=parts.phases(metrics, []),
         metrics=metrics,
         checkpoints=parts.checkpoints,
+        throughput=throughput(parts, algorithm),
         export=Exporter(config.checkpoint, parts.folder, policy, chat_template=parts.chat_template()),
     )

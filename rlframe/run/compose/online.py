@@ -21,6 +21,7 @@ from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded
 from rlframe.run.compose.sampling import given_responses, sampler
 from rlframe.run.compose.sets import evaluation_sets
+from rlframe.run.compose.throughput import throughput
 from rlframe.run.compose.trained import Trained, trained
 from rlframe.run.config import RunConfig
 from rlframe.weight_sync.border import SourceGroup
@@ -46,8 +47,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     start(parts, models_trained, [rollout, apart] if apart else [rollout])
     weight_sync = synced(parts, policy, rollout)
     parts.start_up.done("weight sync")
-    rollout.rejoin, rollout.restore = weight_sync.rejoin, weight_sync.restore
-    rollout.audit = weight_sync.audit_if_due
+    rollout.rejoin, rollout.restore, rollout.audit = weight_sync.rejoin, weight_sync.restore, weight_sync.audit_if_due
     metrics = parts.metrics()
     phase = parts.phases(metrics, sharing(parts, models_trained, rollout))
     scorer = models.scorer(parts, placement, phase)
@@ -64,6 +64,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         examples=examples,
         engines=models_trained.engines,
         mender=mender,
+        timeline=metrics.timeline,
     )
     return OnlineLoop(
         schedule=parts.schedule(),
@@ -82,6 +83,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
+        throughput=throughput(parts, algorithm, critic=algorithm.critic),
         export=models_trained.exporter(parts),
         evaluation_sets=sets,
         evaluation=evaluation(parts, policy, attempts, apart, sets) if ahead(config) else None,

@@ -35,6 +35,7 @@ from rlframe.models.chat_template import Exported, text_of
 from rlframe.models.hub import resolve
 from rlframe.run.check import check_device
 from rlframe.run.check.cluster import needs
+from rlframe.run.compose.nsys import under_nsys
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.roles import topology
 from rlframe.utils.build import as_dict
@@ -92,6 +93,7 @@ class Parts:
             gpu, joins = self.device.type == "cuda", bool(cluster.joins)
             placement = reserve(roles, gpu=gpu, timeout_s=cluster.start_timeout_s, growing=joins)
             self.stack.callback(placement.release)
+            under_nsys(self.config, required, placement)
             if joins:
                 self.stack.enter_context(nodes.noticing_deaths(placement.nodes))
                 inspection.inspect(needs(self.config, self.folder), placement.nodes)
@@ -160,6 +162,7 @@ class Parts:
             trackers=self.trackers,
             decode=partial(tokenizer.piece, self.tokenizer),
             callbacks=self.callbacks,
+            alerts=self.config.alerts,
         )
         self.stack.callback(metrics.close)
         return metrics

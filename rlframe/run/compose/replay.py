@@ -10,6 +10,7 @@ from rlframe.loops.sampling.recorded import RecordingSampler, ReplaySampler
 from rlframe.loops.sampling.source import GroupSource
 from rlframe.loops.saving.manifest import read_owner
 from rlframe.run.compose.parts import Parts
+from rlframe.run.compose.throughput import throughput
 from rlframe.run.compose.trained import trained
 from rlframe.run.recording import recording_of
 
@@ -41,5 +42,6 @@ def replay(parts: Parts, algorithm: OnlineAlgorithm) -> ReplayLoop:
         phase=phase,
         metrics=metrics,
         checkpoints=parts.checkpoints,
+        throughput=throughput(parts, algorithm, critic=algorithm.critic),
         export=models.exporter(parts),
     )

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.cluster import job
@@ -24,6 +25,7 @@ from rlframe.run.compose.generate import generate
 from rlframe.run.compose.offline import offline
 from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
+from rlframe.run.compose.profiling import profiler
 from rlframe.run.compose.replay import replay
 from rlframe.run.compose.self_test import self_test, without_learning
 from rlframe.run.config import Mode, RunConfig
@@ -107,6 +109,8 @@ def run_on(
         for caution in [*algorithm.cautions(config.facts), *filter(None, [job.caution(config.checkpoint.on_signal_s)])]:
             loop.metrics.print_line(f"warning: {caution}")
         loop.schedule.stop, loop.schedule.begin = stop, start_up.over
+        assert loop.metrics.alerts, "of every run that trains"
+        loop.metrics.alerts.stop = partial(stop.ask, saves=False)
         callbacks.on_start(config, loop.results)
         watchdog.server_died = lambda server: stop.ask(f"{server} of Ray died, which Ray itself does not outlive")
         loop.schedule.prove = Prover(
@@ -116,6 +120,8 @@ def run_on(
             asked=watchdog.asked,
             ask_engines=loop.weight_sync.ask_for_audit if isinstance(loop, OnlineLoop) else None,
         ).after
+        if config.profile.steps:
+            loop.schedule.profiled = profiler(parts, loop).around
         rest = Resumption(config.checkpoint, loop, parts.checkpoints, parts.groups)
         Restarts(config.cluster.max_restarts, parts.groups, start_anew=rest.start_anew).retry_after_restart(rest.finish)
         start_up.done("preparation", at=rest.ready_at)

@@ -14,6 +14,7 @@ from rlframe.attempts.mending import Mender
 from rlframe.data.prompts import PromptSource
 from rlframe.data.text.turns import Tokens
 from rlframe.loops.phases import Phases
+from rlframe.loops.reporting.timeline import Timeline
 from rlframe.loops.sampling.base import Sampler
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.loops.sampling.mixed import DataResponses, MixedSampler, ResponseSource, TeacherResponses, responses
@@ -43,6 +44,7 @@ def sampler(
     examples: Mapping[str, Tokens],
     engines: TeacherEngines | None,
     mender: Mender | None,
+    timeline: Timeline,
 ) -> Sampler:
     """Returns the sampler of the algorithm's rollouts.
 
@@ -50,6 +52,7 @@ def sampler(
         examples: the result of `given_responses`.
         engines: the teacher's engines.
         mender: brings the policy's engines back that die while it trains.
+        timeline: notes how busy engines are that sample all the time.
     """
     config, sampling = parts.config, parts.requirements.sampling
     common = {
@@ -78,6 +81,7 @@ def sampler(
             dynamic=sampling,
             mender=mender,
             num_minibatches=num_minibatches,
+            timeline=timeline,
         )
     if isinstance(sampling, GivenResponses):
         response_source = _response_source(parts, sampling.writer, examples, engines)

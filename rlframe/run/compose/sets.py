@@ -1,11 +1,18 @@
 """Composes the sets of prompts that a run evaluates."""
 
+from collections.abc import Sequence
+from functools import partial
+
 from rlframe.data import builtin
 from rlframe.data.prompts import PromptSource
 from rlframe.data.sets import read_prompts
 from rlframe.loops.evaluation.sets import EvaluationSet
+from rlframe.rewards.config import RewardConfig
+from rlframe.rewards.extracting import extracted
+from rlframe.rewards.runner import attempt_of
 from rlframe.run.compose.parts import Parts
 from rlframe.run.evaluation import SALT, data_of, greedy, sampling_of
+from rlframe.types.rollout import Rollout
 
 
 def evaluation_sets(parts: Parts, prompts: PromptSource | None) -> list[EvaluationSet]:
@@ -28,6 +35,11 @@ def evaluation_sets(parts: Parts, prompts: PromptSource | None) -> list[Evaluati
                 sampling=sampling_of(config, each),
                 samples_per_prompt=each.samples_per_prompt,
                 solved_reward=each.solved_reward,
+                answers=partial(_answers, config.reward, each.majority) if each.majority else None,
             )
         )
     return found
+
+
+def _answers(config: RewardConfig, part: str, rollouts: Sequence[Rollout]) -> list[str | None]:
+    return extracted(config, part, [attempt_of(rollout) for rollout in rollouts])

@@ -31,8 +31,8 @@ class EngineMemory:
     @property
     def itemsize(self) -> int:
         """Bytes of a weight."""
-        sizes = {EngineDtype.AUTO: self.train_itemsize, EngineDtype.FLOAT32: 4, EngineDtype.BFLOAT16: 2}
-        return sizes[self.config.dtype]
+        trained = EngineDtype.FLOAT32 if self.train_itemsize == 4 else EngineDtype.BFLOAT16
+        return 4 if self.config.number_format(trained) is EngineDtype.FLOAT32 else 2
 
     @property
     def weights_bytes(self) -> float:

@@ -16,6 +16,8 @@ class Package:
     name: str
     spec: str = ""
     """Releases that are allowed, as pip takes them. Empty if the package is only reported."""
+    python: str = ""
+    """Releases of Python that this entry is for. Empty if it is for all."""
     parts: str = ""
     """Optional parts of it that are needed, as pip takes them."""
     extra: str = ""
@@ -31,7 +33,8 @@ class Package:
 
 PACKAGES = (
     Package(name="torch", spec=">=2.11,<2.14"),
-    Package(name="megatron-core", spec=">=0.16.1,<0.17"),
+    Package(name="megatron-core", spec=">=0.16.1,<0.17", python="<3.12"),
+    Package(name="megatron-core", spec=">=0.19.2,<0.20", python=">=3.12"),
     Package(name="ray", spec=">=2.50,<2.61", parts="default"),
     Package(name="transformers", spec=">=5.5,<6"),
     Package(name="transformer-engine", spec=">=2.9,<2.21", parts="core_cu13,pytorch", extra="cuda"),
@@ -82,8 +85,13 @@ LEAST_CAPABILITY = (7, 5)
 """The oldest compute capability for which torch 2.11 with CUDA 13 has kernels."""
 
 
+def packages(python: str) -> list[Package]:
+    """Returns the entries of PACKAGES for a release of Python."""
+    return [one for one in PACKAGES if allows(one.python, python)]
+
+
 def package(name: str) -> Package:
-    """Returns an entry of PACKAGES."""
+    """Returns an entry of PACKAGES that is for every Python, or the first of several."""
     return next(one for one in PACKAGES if one.name == name)
 
 

@@ -24,6 +24,9 @@ def table(climb: Climb) -> Iterator[str]:
         yield row(step)
     yield ""
     rest = climb.rest
+    if not climb.steps:
+        yield "the sides agree, up to the rounding of float32"
+        return
     yield f"explained {climb.explained:.1%}; {rest.mean_nats:.6f} nats remain (largest {rest.max_nats:.4f})"
 
 

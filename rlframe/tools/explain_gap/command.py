@@ -38,10 +38,11 @@ engine, which is started again for causes that are its settings. Nothing is trai
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Explains the gap of the run on the command line. Returns the exit status."""
+    """Prints what explains the gap of the run on the command line. Returns the exit status."""
     began = time.monotonic()
     options = parser().parse_intermixed_args(arguments)
     try:
+        require_counts(options)
         chosen = without(options.skip)
         values = composed(options.config_name, options.overrides, config_dir=options.config_dir)
         folder = Path(str(values["output"])).absolute() / "explain_gap"
@@ -64,7 +65,7 @@ def explain(
     output: Path,
     began: float,
 ) -> None:
-    """Climbs the ladder, prints the answer and writes it, after each rung."""
+    """Measures rung by rung, writes the answer after each, and prints it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     command: dict[str, Any] = {"config_name": options.config_name, "overrides": options.overrides}
 
@@ -92,10 +93,21 @@ def explain(
             tell=tell,
         )
         climb = ladder.climb()
-        remains = describe(ladder.sample, *ladder.reading.of(sides, ladder.sample))
+        remains = describe(ladder.sample, ladder.engine_nats, ladder.trainer_nats)
         write(climb, rest_says=remains)
     for line in (*table(climb), *remains, "", *remedies(climb, chosen), f"written to {output}"):
         print(printable(line))
+
+
+def require_counts(options: argparse.Namespace) -> None:
+    """Refuses numbers that leave nothing to compare.
+
+    Raises:
+        UsageError: a number is too small.
+    """
+    for name in ("num_prompts", "samples", "max_tokens", "engine_starts"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise UsageError(str(Fault(f"--{name.replace('_', '-')}", "must be at least 1", got=value)))
 
 
 def prompts_of(run: RunConfig, path: str | None, count: int) -> list[Prompt]:

@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from rlframe.tools.explain_gap.gap import Gap, gap
 from rlframe.tools.explain_gap.rung import Reading, Rung, Subject
 from rlframe.tools.explain_gap.sides import Sample, Sides
 from rlframe.utils.errors import RlframeError
 
+ROUNDING_NATS = 1e-5
+"""Greatest mean gap of two sides that compute the same in float32: there is nothing to explain."""
 LITTLE = 0.05
 """Share of the first gap below which a row of rungs is not taken apart."""
 
@@ -28,7 +32,7 @@ class Counted(Sides, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a ladder may cost."""
+    """The limits of a ladder's cost."""
 
     engine_starts: int = 6
     """Greatest number of engine starts."""
@@ -50,7 +54,7 @@ class Step:
     found: str = ""
     """A sentence of the rung."""
     skipped: str = ""
-    """Why it was not climbed; empty if it was."""
+    """Reason why it was not climbed; empty if it was."""
     drawn_again: bool = False
     """Whether responses were drawn again, with the same seeds: the tokens are then partly others."""
     seconds: float = 0.0
@@ -58,7 +62,7 @@ class Step:
 
 @dataclass(kw_only=True, slots=True)
 class Climb:
-    """What a ladder has found so far."""
+    """The findings of a ladder so far."""
 
     first: Gap
     steps: list[Step] = field(default_factory=list)
@@ -100,16 +104,20 @@ class Ladder:
         self._settings: dict[str, Any] = {}
         self._start = self._reading = Reading(temperature=subject.run.rollout.temperature)
         self._sample: Sample | None = None
+        self.engine_nats = self.trainer_nats = np.zeros(0, dtype=np.float32)
+        """The two sides of the last measurement, by token of `sample`."""
         self._refusals = {rung.name: self._refusal(rung) for rung in rungs}
         self._starting = [rung for rung in rungs if not self._refusals[rung.name] and rung.settings(subject)]
         """The rungs that start an engine."""
 
     def climb(self) -> Climb:
-        """Starts both sides, samples, and climbs all rungs."""
+        """Starts both sides, samples, and climbs all rungs if there is a gap."""
         self._sides.start({})
         self._sample = self._sides.sample()
         self._climb = Climb(first=self._measure())
         self._tell(self._climb)
+        if self._climb.first.mean_nats < ROUNDING_NATS:
+            return self._climb
         for row in self._rows():
             for step in self._row(row):
                 self._climb.steps.append(step)
@@ -121,11 +129,6 @@ class Ladder:
         """The responses that are compared now."""
         assert self._sample is not None
         return self._sample
-
-    @property
-    def reading(self) -> Reading:
-        """How the sides are read after the last rung."""
-        return self._reading
 
     def _rows(self) -> Iterator[list[Rung]]:
         """Yields neighbouring rungs that can be started together, and each other rung by itself."""
@@ -151,7 +154,7 @@ class Ladder:
         return self._impossible(settings) if settings else ""
 
     def _row(self, row: Sequence[Rung]) -> Iterator[Step]:
-        """Climbs what `_rows` yields."""
+        """Yields the steps of a row of `_rows`."""
         refused = [rung.name for rung in row if self._refusals[rung.name]]
         yield from (Step(names=(name,), skipped=self._refusals[name]) for name in refused)
         applying = [rung for rung in row if rung.name not in refused]
@@ -161,7 +164,7 @@ class Ladder:
             yield from map(self._switched, applying)
 
     def _switched(self, rung: Rung) -> Step:
-        """Climbs a rung that starts nothing."""
+        """Returns the step of a rung that starts nothing."""
         began = time.monotonic()
         # A start that has failed leaves nothing running.
         self._sides.start(self._settings)
@@ -184,7 +187,7 @@ class Ladder:
         return self._share(self._climb.first, gap(*own.of(self._sides, self.sample)))
 
     def _started(self, row: list[Rung]) -> Iterator[Step]:
-        """Climbs rungs that start an engine: all at once, and one after the other if they explain something."""
+        """Yields the steps of rungs that start an engine: all at once, and one after the other if they explain much."""
         is_last = row[-1] is self._starting[-1]
         if why := self._too_dear(is_last=is_last):
             yield from (Step(names=(rung.name,), skipped=why) for rung in row)
@@ -229,7 +232,9 @@ class Ladder:
         return ""
 
     def _measure(self) -> Gap:
-        return gap(*self._reading.of(self._sides, self.sample))
+        nats = self._reading.of(self._sides, self.sample)
+        self.engine_nats, self.trainer_nats = nats
+        return gap(*nats)
 
     def _share(self, before: Gap, after: Gap) -> float:
         first = self._climb.first.mean_nats

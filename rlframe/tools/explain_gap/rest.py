@@ -1,12 +1,11 @@
-"""What the tokens say of a gap that no rung explains."""
+"""Describes by its tokens a gap that no rung explains."""
 
 import numpy as np
 
 from rlframe.tools.explain_gap.gap import Nats
+from rlframe.tools.explain_gap.ladder import ROUNDING_NATS
 from rlframe.tools.explain_gap.sides import Sample
 
-ROUNDING_NATS = 1e-5
-"""Mean gap of two sides that both compute in float32, at most."""
 ALIKE = 0.9
 """Rank correlation above which the sides agree on which tokens are likely."""
 CONCENTRATED = 0.5
@@ -36,7 +35,7 @@ def describe(sample: Sample, engine: Nats, trainer: Nats) -> list[str]:
 
 def rank_correlation(first: Nats, second: Nats) -> float:
     """Returns Spearman's rank correlation; 1 where a side has one value only."""
-    ranks = [np.argsort(np.argsort(values)).astype(np.float64) for values in (first, second)]
+    ours, theirs = (np.argsort(np.argsort(values)).astype(np.float64) for values in (first, second))
     if min(len(np.unique(first)), len(np.unique(second))) < 2:
         return 1.0
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(ours, theirs)[0, 1])

@@ -16,7 +16,7 @@ from rlframe.tools.explain_gap.sides import Sample, Sides
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is explained: a run with its model and device."""
+    """The thing to explain: a run with its model and device."""
 
     run: RunConfig
     architecture: Architecture
@@ -24,7 +24,7 @@ class Subject:
     replays: bool
     """Whether the engine returns routed experts and the trainer can replay them."""
     why_not: str = ""
-    """Why it cannot, of a model with experts."""
+    """Reason why it cannot, of a model with experts."""
 
     @property
     def engine(self) -> str:
@@ -39,7 +39,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How both sides are asked for the logprobs of a sample."""
+    """The way in which both sides are asked for the logprobs of a sample."""
 
     temperature: float
     """Divisor of the trainer's logits."""
@@ -68,7 +68,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Switched:
-    """How the sides are read from a rung on, and what was found there."""
+    """The result of a switch: how the sides are read from here on, and what was found."""
 
     reading: Reading
     found: str = ""
@@ -85,14 +85,14 @@ class Rung(ABC):
     """
 
     place: ClassVar[int]
-    """Where it comes in the order of the ladder. Switches of lower rungs stay on."""
+    """Its place in the order of the ladder. Switches of lower rungs stay on."""
     name: ClassVar[str]
     question: ClassVar[str]
-    """What is asked, for people."""
+    """The question that it answers, for people."""
     remedy: ClassVar[str]
     """Settings that remove the cause in a run, with dotted keys, or what else to do."""
     cost: ClassVar[str]
-    """What the remedy costs."""
+    """The cost of the remedy."""
     redraws: ClassVar[bool] = False
     """Whether it is about how responses are sampled, so that its settings are judged on responses drawn again."""
 

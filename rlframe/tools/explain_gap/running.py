@@ -67,7 +67,7 @@ class RunningSides:
         run = two_sides(self._settings.run(settings))
         before, self._run, self._parts.config = self._run, None, run
         same_policy = before is not None and before.train == run.train
-        if same_policy and before.rollout == run.rollout:
+        if before is not None and same_policy and before.rollout == run.rollout:
             self._run = run
             return
         began = time.monotonic()

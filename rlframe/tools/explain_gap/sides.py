@@ -1,4 +1,4 @@
-"""What a ladder asks of the two sides, and the sample that both of them score."""
+"""The two sides as a ladder sees them, and the sample that both of them score."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Sample:
     prompt_tokens: list[int]
     """Number of tokens of each prompt."""
     logprobs: Nats
-    """Of the response tokens, at the temperature of sampling."""
+    """Nats of the response tokens, at the temperature of sampling."""
     routes: Routes | None
 
     @classmethod

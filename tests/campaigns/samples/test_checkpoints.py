@@ -12,4 +12,4 @@ def test_damage_of_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     trials = [attempt(fault, run, tmp_path) for fault in sample]
     assert len(trials) > 30
     assert [trial for trial in trials if trial.outcome is Outcome.WRONG] == []
-    assert all(trial.seconds is not None and trial.seconds < 2 for trial in trials)
+    assert all(trial.seconds is not None and trial.seconds < 60 for trial in trials)

@@ -41,10 +41,10 @@ Fresh = tuple[RolloutEngine, list[psutil.Process], dict[str, Tensor]]
 def test_a_sync_within_responses_splits_them_at_the_token(case: Case):
     """Before the split every logprob is of the old weights; after it of the new ones, keys and values included."""
     requests = make_requests(3, sampling=SamplingParams(temperature=0.8, max_tokens=300, min_tokens=300))
-    running = run(lambda: case.engine.generate(requests))
-    case.kind.wait_for_tokens(case.engine, 20)
     new = perturbed(case.weights, seed=1)
     case.trainer.train(new)
+    running = run(lambda: case.engine.generate(requests))
+    case.kind.wait_for_tokens(case.engine, 20)
     counts: list[int] = []
     case.destination.after_pause = lambda: (time.sleep(0.3), counts.extend(case.kind.counts(case.engine)))
     case.sync.publish(version=1)
@@ -79,10 +79,10 @@ def test_kept_keys_and_values_are_those_of_the_old_weights_and_serve_no_new_requ
     """Not while the old requests run, and not when they have ended."""
     case, short = keeping, same_prompt(1, temperature=0.0, max_tokens=6, min_tokens=6)
     requests = same_prompt(3, temperature=0.8, max_tokens=300, min_tokens=300)
-    running = run(lambda: case.engine.generate(requests))
-    case.kind.wait_for_tokens(case.engine, 20)
     new = perturbed(case.weights, seed=1)
     case.trainer.train(new)
+    running = run(lambda: case.engine.generate(requests))
+    case.kind.wait_for_tokens(case.engine, 20)
     counts: list[int] = []
     case.destination.after_pause = lambda: (time.sleep(0.3), counts.extend(case.kind.counts(case.engine)))
     case.sync.publish(version=1)
@@ -112,10 +112,10 @@ def test_requests_that_wait_for_a_place_begin_with_the_new_weights_alone(
     if case.engine.max_calls == 1:
         monkeypatch.setattr(case.engine.config, "max_batch", 32)
     requests = same_prompt(40, temperature=0.8, max_tokens=100, min_tokens=100)
-    running = run(lambda: case.engine.generate(requests))
-    case.kind.wait_for_tokens(case.engine, 20, every=False)
     new = perturbed(case.weights, seed=1)
     case.trainer.train(new)
+    running = run(lambda: case.engine.generate(requests))
+    case.kind.wait_for_tokens(case.engine, 20, every=False)
     case.sync.publish(version=1)
     old_model, new_model = transformers_model(case.folder, case.weights), transformers_model(case.folder, new)
     pairs = list(zip(requests, running.result(timeout=120), strict=True))

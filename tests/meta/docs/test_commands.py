@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlframe.main import tool_of
+from rlframe.launch import tool_of
 from rlframe.run.load import load
 from rlframe.run.settings.tree import find
 from rlframe.utils.errors import ConfigError

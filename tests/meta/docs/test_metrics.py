@@ -10,11 +10,13 @@ from rlframe.attempts.sessions.calls import Trouble
 from rlframe.attempts.turns import Event, WaitsFor
 from tests.meta.checkout import ROOT
 
-AREAS = "cluster|critic|data|environment|evaluation|memory|moe|reward|rollout|throughput|time|train|weight_sync"
+AREAS = "cluster|critic|data|environment|evaluation|memory|moe|profile|reward|rollout|throughput|time|train|weight_sync"
 KEY = re.compile(rf"(?:{AREAS})/[A-Za-z0-9_*{{]+(?:/[A-Za-z0-9_*]+)?")
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+BY_PART = ("grad_norm_*", "update_ratio", "update_ratio_*")
 CRITIC = "rlframe/algorithms/critic.py"
 """The loss whose metrics are logged under critic/ in the place of train/."""
+ROLES = ("policy", "critic", "engine", "driver")
 ENUMERATED = {
     "time/*_s",
     "critic/*",
@@ -22,6 +24,8 @@ ENUMERATED = {
     "rollout/attempts_at_*",
     "rollout/dropped_*_groups",
     "train/*_reward",
+    "memory/*_current_bytes",
+    "memory/*_peak_bytes",
 }
 """Patterns of the code whose names are enumerated below."""
 
@@ -60,6 +64,7 @@ def enumerated() -> set[str]:
         *(f"environment/{event}" for event in (*Event, *Trouble)),
         *(f"rollout/attempts_at_{side}" for side in WaitsFor),
         *(f"rollout/dropped_{reason}_groups" for reason in Flat),
+        *(f"memory/{role}_{when}_bytes" for role in ROLES for when in ("current", "peak")),
         *(f"train/{name}_reward" for name in ("desirable", "undesirable")),
     }
 
@@ -97,7 +102,7 @@ def test_each_metric_of_the_code_is_on_the_page() -> None:
 
 
 def test_each_metric_of_the_page_is_logged() -> None:
-    of_every_optimizer = {"critic/lr", "critic/grad_norm"}
+    of_every_optimizer = {"critic/lr", "critic/grad_norm", *(f"critic/{name}" for name in BY_PART)}
     keys = documented() - of_every_optimizer
     assert [key for key in sorted(keys) if not any(fits(key, pattern) for pattern in LOGGED)] == []
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, G
 from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
 from tests.rollout_models import EOS, make_with_tokenizer
+from tests.until import under_a_fair_limit, until
 
 PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput(tuple(range(5, 7 + 3 * index)))) for index in range(5)]
 
@@ -223,14 +225,12 @@ def in_engine(
 
 
 def hold(worker: RolloutWorker, released: Path) -> None:
-    """The next `generate` of this engine begins when the file is there, or after 20 s."""
+    """The next `generate` of this engine begins when the file is there."""
     original = worker.engine.generate
 
     def held(requests: list[GenerationRequest]) -> list[Completion]:
         worker.engine.generate = original
-        deadline = time.monotonic() + 20
-        while not released.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(released.exists)
         return original(requests)
 
     worker.engine.generate = held
@@ -271,9 +271,9 @@ def test_attempts_that_are_cancelled_leave_the_engines_free(attempts: Attempts):
     assert members(attempts.generate(PROMPTS, group_size=3, step=1)) == expected
 
 
-def lost_of(ended: Ended) -> dict[DropReason, int]:
+def lost_of(ended: Ended) -> Counter[DropReason]:
     """The number of attempts that were left out, by reason."""
-    return {reason: len(attempts) for reason, attempts in ended.lost.items()}
+    return Counter({reason: len(attempts) for reason, attempts in ended.lost.items()})
 
 
 def slow(worker: RolloutWorker) -> None:
@@ -321,15 +321,22 @@ def test_an_attempt_whose_environment_raises_is_left_out_and_counted(group: Roll
 
 
 def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_path: Path):
-    late = attempts_of(group, "single_turn", attempt_timeout_s=3.0)
-    late.generate(PROMPTS[:1], group_size=1, step=1)
-    in_engine(group, 1, hold, tmp_path / "never")
-    ended = late.run(groups_of(2), step=1)
-    timed_out = {name for name, each in ended.items() if lost_of(each) == {DropReason.TIMED_OUT: 2}}
-    assert 0 < len(timed_out) < len(PROMPTS)
-    assert all(len(each.group.rollouts) == 2 for name, each in ended.items() if name not in timed_out)
-    (tmp_path / "never").touch()
-    late.close()
+    def lost(limit_s: float) -> list[Counter[DropReason]]:
+        """What is left out of each group while one engine answers none."""
+        late, released = attempts_of(group, "single_turn", attempt_timeout_s=limit_s), tmp_path / f"{limit_s}"
+        in_engine(group, 1, hold, released)
+        ended = late.run(groups_of(2), step=1)
+        released.touch()
+        late.close()
+        assert all(len(each.group.rollouts) + lost_of(each).total() == 2 for each in ended.values())
+        return [lost_of(each) for each in ended.values()]
+
+    # The other engine is to answer all of its own in time.
+    kinds = [Counter[DropReason](), Counter({DropReason.TIMED_OUT: 2})]
+    found = under_a_fair_limit(
+        lost, lambda found: kinds[0] in found and all(each in kinds for each in found), first_s=3.0
+    )
+    assert all(kind in found for kind in kinds) and sum(map(found.count, kinds)) == len(PROMPTS)
 
 
 def test_the_engine_ends_the_request_of_an_attempt_that_takes_too_long(group: RolloutGroup, attempts: Attempts):
@@ -342,7 +349,7 @@ def test_the_engine_ends_the_request_of_an_attempt_that_takes_too_long(group: Ro
     (ended,) = late.run(groups_of(2)[:1], step=1, sampling=sampling).values()
     assert lost_of(ended) == {DropReason.TIMED_OUT: 2}
     answers = attempts.generate(PROMPTS, group_size=1, step=1, sampling=A_WORD)
-    assert len(answers) == len(PROMPTS) and time.monotonic() - begun < 90, "the engines are free again"
+    assert len(answers) == len(PROMPTS) and time.monotonic() - begun < 120, "the engines are free again"
     for engine in range(2):
         in_engine(group, engine, fast)
     late.close()
@@ -438,7 +445,8 @@ def test_an_engine_that_dies_while_it_samples_is_replaced_and_no_answer_is_lost_
 ):
     expected = said(two_turns.generate(PROMPTS, group_size=3, step=1, sampling=A_WORD))
     restarts, pids = group.num_restarts, [info.pid for info in group.workers.infos]
-    in_engine(group, 1, die_at, 4, error=error)
+    # The second one is that of a second token, or of a second turn.
+    in_engine(group, 1, die_at, 2, error=error)
     assert said(two_turns.generate(PROMPTS, group_size=3, step=1, sampling=A_WORD)) == expected
     assert group.num_restarts == restarts + 1
     assert group.metrics()["rollout/engine_restarts"] == restarts + 1

@@ -36,7 +36,7 @@ TENSORS = FAMILY.tensors(MODEL)
 TRAINER = [shard for shard in shards(MODEL, tp=2, ep=2, vocab_multiple=8) if shard.tp_rank == shard.ep_rank]
 WHOLE = shards(MODEL)
 CUT = [shard for shard in shards(MODEL, tp=2, etp=2) if shard.tp_rank == shard.etp_rank]
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 """Within which a death must have been noticed; the transports' own limit is much longer."""
 
 

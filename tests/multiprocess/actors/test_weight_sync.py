@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import GenerationRequest, SamplingParams, members
 from rlframe.utils.errors import WeightSyncFailed
 from tests.multiprocess.program import LEARNING
+from tests.until import PATIENCE_S, until
 
 NORM = "model.norm.weight"
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -187,9 +187,7 @@ def linger_at(worker: RolloutWorker, forward: int) -> None:
         seen.append(1)
         if len(seen) == forward:
             worker.lingers = True
-            deadline = time.monotonic() + 30
-            while not engine._control.wanted and time.monotonic() < deadline:
-                time.sleep(0.001)
+            until(lambda: engine._control.wanted, every_s=0.001)
             engine.model.forward = original
         return original(*arguments, **named)
 
@@ -214,8 +212,7 @@ def test_a_sync_in_flight_keeps_running_requests_and_marks_their_parts(
     with ThreadPoolExecutor() as pool:
         sampled = pool.submit(loop.attempts.generate, prompts, group_size=1, step=1, sampling=sampling)
         for actor in loop.rollout.workers.actors:
-            while not ray.get(actor.__ray_call__.remote(lingers)):
-                time.sleep(0.01)
+            until(lambda actor=actor: ray.get(actor.__ray_call__.remote(lingers), timeout=PATIENCE_S))
         loop.weight_sync.publish(version=version + 1)
         rollouts = members(sampled.result())
     for rollout, old in zip(rollouts, before, strict=True):

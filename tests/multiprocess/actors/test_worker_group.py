@@ -3,6 +3,7 @@
 import os
 import pathlib
 import pickle
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.roles import Topology, engines, policy
 from rlframe.cluster.runtime import running
 from rlframe.cluster.runtime_env import RuntimeEnvConfig
+from rlframe.cluster.watch import sight
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.utils.errors import ConfigError, DataError, OutOfMemory, RlframeError, WeightSyncFailed, WorkerDied
+from tests.until import PATIENCE_S, until
 
 
 class Subject(Worker):
@@ -47,6 +50,11 @@ class Subject(Worker):
     def allocate(self, num_bytes: int) -> None:
         """Asks torch for memory on rank 1."""
         torch.empty(num_bytes if self.rank == 1 else 1, dtype=torch.uint8)
+
+    def lose(self, peer: int) -> None:
+        """The other rank dies, and this one notices at once."""
+        os.kill(peer, signal.SIGKILL)
+        raise RuntimeError("Connection closed by peer")
 
     def hang_in_a_named_place(self) -> None:
         """Longer than any test."""
@@ -147,8 +155,13 @@ def test_a_rank_without_memory_names_role_rank_call_and_the_allocators_words(gro
     assert "in allocate" in pathlib.Path(group.infos[1].log).read_text()
 
 
-def test_a_hang_names_who_is_waited_for_and_shows_the_stack(group: WorkerGroup) -> None:
+def test_a_hang_names_who_is_waited_for_and_shows_the_stack(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sight, "ANSWER_S", PATIENCE_S)
     calls = [group.actors[0].add.remote(1), group.actors[1].hang_in_a_named_place.remote()]
+    group.wait(calls[:1], doing="start", ranks=[0])
+    until(lambda: "going to sleep" in pathlib.Path(group.infos[1].log).read_text())
     with pytest.raises(WorkerDied) as caught:
         group.wait(calls, doing="start", timeout_s=2)
     message = str(caught.value)
@@ -170,6 +183,16 @@ def test_a_death_names_role_rank_and_host_and_quotes_the_log(placement: Placemen
     group.stop()
 
 
+def test_the_rank_that_died_is_named_and_not_the_one_that_lost_its_connection(
+    placement: Placement, tmp_path: pathlib.Path
+) -> None:
+    group = start(placement, tmp_path)
+    first, second = group.actors
+    with pytest.raises(WorkerDied, match=r"^policy rank 1 \(pid \d+ on .*\) died in train"):
+        group.wait([first.lose.remote(group.infos[1].pid), second.hang_in_a_named_place.remote()], doing="train")
+    group.stop()
+
+
 def test_a_worker_that_cannot_be_built_ends_the_start(placement: Placement, tmp_path: pathlib.Path) -> None:
     with pytest.raises(WorkerDied) as caught:
         start(placement, tmp_path, Stillborn)
@@ -188,7 +211,7 @@ def test_more_devices_than_the_cluster_has_are_refused(placement: Placement) -> 
 
 
 def test_devices_that_are_taken_are_not_waited_for_longer_than_the_limit(placement: Placement) -> None:
-    every = max(2, os.cpu_count() or 1)
+    every = max(2, len(os.sched_getaffinity(0)))
     with pytest.raises(ConfigError, match=r"which were not free within 0.5 s \(cluster.start_timeout_s\)"):
         reserve(Topology((policy(every),)), gpu=False, timeout_s=0.5)
 
@@ -201,5 +224,5 @@ def test_nothing_is_left_of_ray_after_the_run(
     names = [process.name() for process in mine]
     assert any("raylet" in each for each in names) and any("Subject" in each for each in names)
     cluster.close()
-    _, alive = psutil.wait_procs(mine, timeout=15)
+    _, alive = psutil.wait_procs(mine, timeout=PATIENCE_S)
     assert [process.name() for process in alive] == []

@@ -125,7 +125,7 @@ def shares(layout: str, index: int) -> list:
 def train(trainer: Any, layout: str, steps: range) -> list[dict[str, Any]]:
     """This rank's share of the metrics of each step."""
     mine = [shares(layout, index)[trainer.coordinates.dp_rank] for index in steps]
-    return trainer.train(mine, Likelihood(), first_step=steps.start)
+    return [update.metrics for update in trainer.train(mine, Likelihood(), first_step=steps.start)]
 
 
 def state_of(trainer: Any) -> dict[str, dict[str, list]]:

@@ -162,14 +162,14 @@ def measure(trainer: Any, batch: Sequences, config: GkdConfig) -> dict[str, Any]
     dp = Parallel.parse(trainer.setup.train.parallel).dp
     ranks, plan = split(batch, algorithm.token_weights(batch), num_ranks=dp, max_tokens=31)
     mine = ranks[trainer.coordinates.dp_rank].microbatches()
-    metrics = forward.accumulate_gradients(
+    passes = forward.accumulate_gradients(
         trainer.model, mine, algorithm, temperature=TEMPERATURE, teacher=trainer.teacher
     )
     gradients = exported_gradients(trainer)
     return {
         "where": trainer.coordinates,
         "plan": plan,
-        "loss": sum(each["train/loss"].value for each in metrics) if trainer.coordinates.reports else 0.0,
+        "loss": sum(each.metrics["train/loss"].value for each in passes) if trainer.coordinates.reports else 0.0,
         "gradients": gradients,
         "teacher_logprobs": trainer.teacher_logprobs(mine),
     }

@@ -27,7 +27,10 @@ TOLERANCE = 5e-5
 SEEN = 5e-2
 """A mutation moves the loss or some tensor's gradient by this much at least: a thousand times the tolerance."""
 SETUPS = cells.setups()
-AXES = [Parallel.parse(layout) for layout in ("d1", "d2", "t2", "p2", "c2")]
+DENSE = [Parallel.parse(layout) for layout in ("d1", "d2", "c2")]
+"""Those with mutations, and one rank. test_layouts.py has dense families in t2 and p2."""
+PARTS = [Parallel.parse("p2v2"), Parallel(pp=2, first_stage_layers=1)]
+"""Of layouts with more: t2p2v2, and a pipeline whose last stage is short."""
 PAIRED = [Parallel.parse(layout) for layout in ("t2c2", "c2p2v2", "t2p2|ffn:p2e2", "d2t2e2")]
 """Layouts on four ranks, each two axes of which another setup on four ranks has together."""
 FURTHER = {
@@ -35,7 +38,8 @@ FURTHER = {
     for setup in SETUPS
     if setup.parallel in PAIRED
     or (setup.model, str(setup.parallel)) == ("replayed", "d1t2p2")
-    or (setup.model == "dense" and setup.parallel not in AXES)
+    or (setup.model == "dense" and setup.parallel not in DENSE)
+    or (setup.model == "moe" and setup.parallel in PARTS)
 }
 """The dense model in layouts of several kinds is here too, all of which a model with experts has, and dense layers."""
 
@@ -86,6 +90,11 @@ def test_logprobs_export_and_gradient_norm_are_those_of_transformers(setup: Setu
     reporting = sorted((rank for rank in ranks if rank["where"].reports), key=lambda rank: rank["where"].dp_rank)
     logprobs = join([rank["logprobs"] for rank in reporting], reporting[0]["plan"], expected.batch.lengths)
     torch.testing.assert_close(logprobs, expected.logprobs, atol=1e-4, rtol=0)
+    lengths = expected.batch.lengths.clone()
+    lengths[1::2] = 0
+    kept = join([rank["kept_logprobs"] for rank in reporting], reporting[0]["plan"], lengths)
+    pieces = expected.logprobs.split(expected.batch.lengths.tolist())
+    torch.testing.assert_close(kept, torch.cat(pieces[::2]), atol=1e-4, rtol=0)
 
     disk = load_file(folder / "model.safetensors")
     exported = comparison.assemble(ranks, "weights", {name: value.shape for name, value in disk.items()})

@@ -156,7 +156,7 @@ def measure(trainer: Any) -> dict[str, Any]:
     (mine, _), loss, before = share(trainer), loss_of(trainer.setup.num_outputs), found(trainer)
     forward.accumulate_gradients(trainer.model, mine, loss, temperature=1.0)
     gradients = exported_gradients(trainer)
-    norm = trainer.train([mine], loss, first_step=0)[0]["train/grad_norm"].value
+    norm = trainer.train([mine], loss, first_step=0)[0].metrics["train/grad_norm"].value
     return before | {"gradients": gradients, "grad_norm": norm}
 
 

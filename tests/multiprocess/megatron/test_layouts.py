@@ -2,6 +2,7 @@
 holds is known without starting it."""
 
 import pathlib
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -36,6 +37,16 @@ LAYOUTS = {
     "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss"],
 }
 """Each way in which a family's `load` cuts, for each family. All other layouts: test_gradient_matrix."""
+PARTS = {
+    "norms": "norm",
+    "experts": "experts.",
+    "router": r"\.gate\.weight|router",
+    "embedding": "embed_tokens",
+    "head": "lm_head",
+    "attention": "self_attn",
+    "mlp": r"\.mlp\.",
+}
+"""Parts of a model by the names of Hugging Face, of which the first that matches counts."""
 CASES = [(layout, name) for layout, names in LAYOUTS.items() for name in names]
 
 
@@ -90,7 +101,9 @@ def on_rank(rank: int, init_method: str, cases: list[tuple[str, str]]) -> list[d
     for index, (layout, folder) in enumerate(cases):
         setup = TrainerSetup(
             rank=rank, init_method=f"{init_method}{index}", device=device, model=ModelConfig(path=folder),
-            train=TrainConfig(parallel=layout, dtype="float32", optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9)),
+            train=TrainConfig(
+                parallel=layout, dtype="float32", norms_every_steps=1, optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9)
+            ),
             seed=0, temperature=1.0, total_optimizer_steps=10, timeout_s=60, with_reference=False,
         )  # fmt: skip
         results.append(measure(Trainer(setup), layout))
@@ -121,7 +134,10 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
     transformer_config(trainer.model.architecture, on_gpu, Parallel.parse(layout), torch.device("cuda"))
     forward.accumulate_gradients(trainer.model, mine, Weighted(), temperature=1.0)
     measured["gradients"] = exported_gradients(trainer)
-    measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value
+    (update,) = trainer.train([mine], Weighted(), first_step=0)
+    metrics = update.metrics
+    measured["grad_norm"] = metrics["train/grad_norm"].value
+    measured["by_part"] = {part: metrics[key].value for part in PARTS if (key := f"train/grad_norm_{part}") in metrics}
     return measured
 
 
@@ -183,6 +199,16 @@ def check(name: str, reference: Any, disk: dict[str, torch.Tensor], results: lis
         )
     for result in results:
         assert result["grad_norm"] == pytest.approx(float(norm), rel=1e-4), f"{name}: {result['where']}"
+        assert result["by_part"] == pytest.approx(norms_by_part(gradients), rel=1e-3), f"{name}: {result['where']}"
+
+
+def norms_by_part(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Returns the gradient's norm by part of the model, from tensors by their Hugging Face names."""
+    squares: dict[str, float] = {}
+    for key, value in gradients.items():
+        part = next(part for part, pattern in PARTS.items() if re.search(pattern, key))
+        squares[part] = squares.get(part, 0.0) + float(value.double().square().sum())
+    return {part: square**0.5 for part, square in squares.items()}
 
 
 def check_foreseen(folder: pathlib.Path, parallel: Parallel, results: list[dict[str, Any]]) -> None:

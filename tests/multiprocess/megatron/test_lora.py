@@ -155,7 +155,7 @@ def measure(trainer: Any, case: dict[str, Any], folder: pathlib.Path) -> dict[st
     lora.seed_dropout(seed=SEED, step=0)
     forward.accumulate_gradients(trainer.model, mine, Weighted(), temperature=1.0)
     measured["gradients"] = gradients(trainer)
-    measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0]["train/grad_norm"].value
+    measured["grad_norm"] = trainer.train([mine], Weighted(), first_step=0)[0].metrics["train/grad_norm"].value
     states = [state for part in checkpoint.parts(trainer.optimizer) for state in part.optimizer.state.values()]
     measured["moments"] = sum(state["exp_avg"].numel() for state in states)
     measured["moved"] = [not torch.equal(trainer.weights[name], trainer.merged.base[name]) for name in lora.adapters]

@@ -62,7 +62,7 @@ def check_attention_equals_one_sequence_at_a_time() -> None:
 
     generator = torch.Generator().manual_seed(1)
     heads = {"query": 4, "key": 2, "value": 2}
-    upstream = torch.randn(NUM_TOKENS, 1, 4 * 8, generator=generator)
+    upstream = torch.randn(NUM_TOKENS, 4 * 8, generator=generator)
     for scale in (None, 0.05):
         inputs = [torch.randn(NUM_TOKENS, count, 8, generator=generator) for count in heads.values()]
         attention = PackedAttention(attention_config(scale), 1, None)
@@ -77,7 +77,7 @@ def check_attention_equals_one_sequence_at_a_time() -> None:
             scores = torch.einsum("ihd,jhd->hij", query, key.repeat_interleave(2, 1)) * (scale or 8**-0.5)
             future = torch.ones(len(query), len(query)).triu(1).bool()
             weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-            pieces.append(torch.einsum("hij,jhd->ihd", weights, value.repeat_interleave(2, 1)).flatten(1)[:, None])
+            pieces.append(torch.einsum("hij,jhd->ihd", weights, value.repeat_interleave(2, 1)).flatten(1))
         expected = torch.cat(pieces)
         expected.backward(upstream)
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)

@@ -1,6 +1,7 @@
 """Optimizer steps equal torch's AdamW on transformers' gradients, with every setting away from its default."""
 
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ OPTIMIZER = {
     "weight_decay": 0.3, "clip_grad": 0.05,
 }  # fmt: skip
 STEPS = 4
+BY_PART = ("train/grad_norm_", "train/update_ratio")
 RATES = [1.5e-3, 3e-3, 3e-3, 1e-3]
 """Two steps of warm-up to 3e-3, and a linear decay from step 2, where it begins, to 1e-3 at the last."""
 
@@ -43,7 +45,9 @@ def on_rank(rank: int, init_method: str, folder: str, layout: str) -> dict[str, 
 
     setup = TrainerSetup(
         rank=rank, init_method=init_method, device=device, model=ModelConfig(path=folder),
-        train=TrainConfig(parallel=layout, dtype="float32", optimizer=OptimizerConfig(**OPTIMIZER)),
+        train=TrainConfig(
+            parallel=layout, dtype="float32", optimizer=OptimizerConfig(**OPTIMIZER), norms_every_steps=1
+        ),
         seed=0, temperature=1.0, total_optimizer_steps=STEPS, timeout_s=60, with_reference=False,
     )  # fmt: skip
     trainer = Trainer(setup)
@@ -51,16 +55,19 @@ def on_rank(rank: int, init_method: str, folder: str, layout: str) -> dict[str, 
     world = 2 if layout == "d2" else 1
     steps = [split(*part(step), num_ranks=world, max_tokens=40)[0][dp].microbatches() for step in range(STEPS)]
     # Two calls, as two batches of two minibatches would make them.
-    metrics = trainer.train(steps[:2], Weighted(), first_step=0) + trainer.train(steps[2:], Weighted(), first_step=2)
+    updates = trainer.train(steps[:2], Weighted(), first_step=0) + trainer.train(steps[2:], Weighted(), first_step=2)
     return {
         "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
-        "norms": [each["train/grad_norm"].value for each in metrics],
-        "rates": [each["train/lr"].value for each in metrics],
+        "norms": [each.metrics["train/grad_norm"].value for each in updates],
+        "rates": [each.metrics["train/lr"].value for each in updates],
+        "by_part": [
+            {key: metric.value for key, metric in each.metrics.items() if key.startswith(BY_PART)} for each in updates
+        ],
     }
 
 
-def by_torch(model: Any) -> list[float]:
-    """Takes the same steps with torch's AdamW; returns the gradient norms before clipping."""
+def by_torch(model: Any) -> tuple[list[float], list[dict[str, float]]]:
+    """Takes the same steps with torch's AdamW; returns the gradient norms before clipping, and the norms by part."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -68,7 +75,7 @@ def by_torch(model: Any) -> list[float]:
         betas=(OPTIMIZER["beta1"], OPTIMIZER["beta2"]),
         eps=OPTIMIZER["eps"],
     )
-    norms = []
+    norms, by_part = [], []
     for step, rate in enumerate(RATES):
         chosen, weights = part(step)
         optimizer.zero_grad()
@@ -79,21 +86,41 @@ def by_torch(model: Any) -> list[float]:
             table = torch.log_softmax(model(row[None]).logits[0].float(), -1)
             loss = loss - (weight[1:] * table[:-1].gather(1, row[1:, None])[:, 0]).sum()
         loss.backward()
+        found = {f"train/grad_norm_{name}": norm(each.grad for each in own) for name, own in parts(model).items()}
+        before = {each: each.detach().clone() for each in model.parameters()}
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"])))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-    return norms
+        for name, own in {**{f"_{name}": own for name, own in parts(model).items()}, "": list(before)}.items():
+            found[f"train/update_ratio{name}"] = norm(each - before[each] for each in own) / norm(own)
+        by_part.append(found)
+    return norms, by_part
+
+
+def parts(model: Any) -> dict[str, list[torch.nn.Parameter]]:
+    """Returns the parameters of transformers' model by the part that they belong to."""
+    words = {"norms": "norm.", "attention": "self_attn", "mlp": "mlp", "embedding": "embed_tokens", "head": "lm_head"}
+    found: dict[str, list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        found.setdefault(next(part for part, word in words.items() if word in name), []).append(parameter)
+    return found
+
+
+def norm(tensors: Iterable[torch.Tensor]) -> float:
+    """Returns the norm of all elements."""
+    return float(torch.cat([each.detach().flatten().double() for each in tensors]).norm())
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2"])
 def test_every_setting_of_the_optimizer_does_what_torchs_does(tmp_path: pathlib.Path, layout: str) -> None:
     model = make("qwen3", tmp_path)
     ranks = run_distributed(on_rank, 2 if layout == "d2" else 1, str(tmp_path), layout)
-    norms = by_torch(model)
+    norms, by_part = by_torch(model)
     assert min(norms) > 2 * OPTIMIZER["clip_grad"], "every step is clipped"
     assert ranks[0]["norms"] == pytest.approx(norms, rel=1e-4)
     assert ranks[0]["rates"] == pytest.approx(RATES)
+    assert [pytest.approx(each, rel=1e-3) for each in by_part] == ranks[0]["by_part"] == ranks[-1]["by_part"]
     expected: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         expected |= on_disk(name, parameter.detach(), model.config.model_type)

@@ -38,8 +38,9 @@ def kill(program: Program, title: str) -> None:
 
 
 def test_an_engine_the_runner_a_trainer_rank_and_the_driver_may_die(tmp_path: Path) -> None:
-    with Program(tmp_path / "run", AHEAD) as program:
+    with Program(tmp_path / "run", AHEAD, held=["step 1", "step 3", "step 5", "step 7"]) as program:
         program.wait_for_step(1)
+        program.go_on("step 1")
         rank = program.stop_while_it_trains()
         kill(program, "RolloutWorker")
         # It comes back with the published weights, although the trainer is in the middle of a step.
@@ -48,6 +49,7 @@ def test_an_engine_the_runner_a_trainer_rank_and_the_driver_may_die(tmp_path: Pa
         for step, victim in ((3, "RunnerWorker"), (5, "MegatronWorker")):
             program.wait_for_step(step)
             kill(program, victim)
+            program.go_on(f"step {step}")
         program.wait_for_step(7)
         said = program.errors()
     assert "restarting engine" in said and "restarting the runner of attempts" in said, said
@@ -72,12 +74,14 @@ def test_an_engine_the_runner_a_trainer_rank_and_the_driver_may_die(tmp_path: Pa
 @pytest.mark.thorough
 def test_an_evaluation_has_an_engine_and_weights_of_its_own(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    with Program(output, APART) as program:
+    with Program(output, APART, held=["step 3", "step 5", "step 7"]) as program:
         program.wait_for_step(3)
         # The evaluation of step 3 begins. Its engine comes back with the weights of that step.
         next(each for each in program.started() if logs_to(each, "evaluation-0.log")).send_signal(signal.SIGKILL)
+        program.go_on("step 3")
         program.wait_for_step(5)
         kill(program, "MegatronWorker")
+        program.go_on("step 5")
         program.wait_for_step(7)
         said = program.errors()
     assert said.count("restarting engine 0") == 1 and "evaluation rank 0" in said, said

@@ -18,14 +18,17 @@ def kill_rank(program: Program) -> int:
 
 def test_a_run_outlives_its_trainer_ranks(whole: Path, tmp_path: Path) -> None:
     """One is killed before the first checkpoint, one while the second is written."""
-    with Program(tmp_path / "run", ONLINE) as program:
+    with Program(tmp_path / "run", ONLINE, held=["step 1", "checkpoint 4", "step 6"]) as program:
         program.wait_for_step(1)
         engines = [each for each in program.started() if titled(each, "ray::RolloutWorker")]
         victim = kill_rank(program)
+        program.go_on("step 1")
         program.wait_for_half_a_checkpoint(4)
         kill_rank(program)
+        program.go_on("checkpoint 4")
         program.wait_for_step(6)
         assert all(each.is_running() for each in engines), "engines are kept"
+        program.go_on("step 6")
         assert program.finish() == 0, program.errors()
         said = program.errors()
     named = re.search(rf"^.*policy rank \d \(pid {victim} on \S+\) died in \w+", said, re.MULTILINE)

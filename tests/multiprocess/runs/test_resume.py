@@ -47,7 +47,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def kill_in_a_checkpoint(folder: Path) -> None:
     """Starts the run, and kills it while it writes the checkpoint of step 4."""
-    with Program(folder, IN_BACKGROUND) as program:
+    with Program(folder, IN_BACKGROUND, held=["checkpoint 4"]) as program:
         program.wait_for_half_a_checkpoint(4)
         program.kill()
         assert program.survivors() == []
@@ -89,7 +89,7 @@ def test_processes_forked_for_these_tests_compute_what_fresh_ones_do(whole: Path
 @pytest.mark.thorough
 def test_a_run_that_is_killed_twice_goes_on_bit_by_bit(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with Program(folder, ONLINE) as program:
+    with Program(folder, ONLINE, held=["step 3"]) as program:
         program.wait_for_step(3)
         program.kill()
         assert program.survivors() == []
@@ -136,7 +136,7 @@ def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(whole: Path, t
 @pytest.mark.parametrize("settings", [OFFLINE, STREAMED], ids=["in memory", "streamed"])
 def test_supervised_training_resumes_bit_by_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole = run(tmp_path / "whole", settings, config="sft_qwen3_moe_tiny")
-    with Program(tmp_path / "resumed", settings, config="sft_qwen3_moe_tiny") as program:
+    with Program(tmp_path / "resumed", settings, config="sft_qwen3_moe_tiny", held=["step 5"]) as program:
         program.wait_for_step(5)
         program.kill()
     resumed = run(tmp_path / "resumed", settings, config="sft_qwen3_moe_tiny")

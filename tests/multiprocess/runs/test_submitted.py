@@ -75,6 +75,17 @@ def test_a_job_leaves_its_files_in_the_output_and_its_log_with_ray(jobs: str, tm
     assert '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}}' in ended.stdout
 
 
+def test_a_sweep_is_one_job_whose_runs_lie_in_its_output(jobs: str, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    given = [*command(tmp_path / "runs", steps=1), "-m", "seed=1,2"]
+    ended = ray("submit", "--working-dir", str(work), "--", *given, jobs=jobs)
+    assert ended.returncode == 0, ended.stdout
+    for number in (0, 1):
+        assert (tmp_path / f"runs/{number}/model/model.safetensors").is_file()
+    assert re.search(rf"seed=2 .*{tmp_path}/runs/1", ended.stdout), ended.stdout
+
+
 def test_a_stopped_job_saves_if_it_is_given_the_time(jobs: str, tmp_path: Path) -> None:
     environment = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}})
     given = command(tmp_path / "run", steps=100000)

@@ -35,7 +35,11 @@ MUTATIONS: list[Mutation] = [
         "rlframe/tools/audit.py",
         AUDIT,
         ("a lease may end twice", "if len(life.ends) > 1:", "if len(life.ends) > 2:"),
-        ("a prompt may be leased twice", "if len(leases) > 1:", "if len(leases) > 2:"),
+        (
+            "a prompt may be leased twice",
+            "if counts[event.prompt, event.epoch] > 1:",
+            "if counts[event.prompt, event.epoch] > 2:",
+        ),
         (
             "a prompt may be skipped",
             "if epoch > 0 and (prompt, epoch - 1) not in leased:",

@@ -247,6 +247,22 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
+        "rlframe/loops/reporting/samples.py",
+        "tests/unit/loops/test_samples.py",
+        ("attempts that are not kept are marked", "kept[list(self.places)] = True", "kept[:] = True"),
+        ("the best are the worst", "nlargest if choice is Keep.BEST else nsmallest", "nsmallest"),
+    ),
+    *faults(
+        "rlframe/loops/report/times.py",
+        "tests/unit/loops/test_timeline.py",
+        ("the loop's wait counts as an engine's work", 'each | {"role": DRIVER} if', "each if"),
+    ),
+    *faults(
+        "rlframe/loops/reporting/warned.py",
+        "tests/unit/loops/test_warned.py",
+        ("warnings of an earlier program come again", 'if line["time_s"] >= self._began:', "if True:"),
+    ),
+    *faults(
         "rlframe/loops/evaluation/evaluate.py",
         "tests/unit/loops/evaluation/test_evaluate.py",
         (
@@ -309,6 +325,7 @@ MUTATIONS: list[Mutation] = [
         "rlframe/loops/evaluation/sets.py",
         "tests/unit/loops/evaluation/test_sets.py",
         ("attempts that were lost count as unsolved", "if len(own) >= k:", "if True:"),
+        ("all attempts vote", "elected(said[:k])", "elected(said)"),
         (
             "unscored attempts have a reward",
             "if not math.isnan(reward := reward_of(sequences))",

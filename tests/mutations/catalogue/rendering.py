@@ -64,7 +64,7 @@ MUTATIONS: list[Mutation] = [
         "rlframe/data/text/template.py",
         "tests/unit/data/test_template.py",
         ("a keyword of the template may be set in vain", "elif name not in read:", "elif False:"),
-        ("a keyword of rlframe's own may be set", "if name in TAKEN:", "if False:"),
+        ("a keyword of rlframe's own may be set", "if name in taken:", "if False:"),
     ),
     *faults(
         "rlframe/data/text/chat.py",

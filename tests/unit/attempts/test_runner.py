@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlframe.attempts import engines as engines_module
+from rlframe.attempts import busy as busy_module
 from rlframe.attempts import runner as runner_module
 from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue
 from rlframe.attempts.ledger import DropReason
@@ -153,10 +153,10 @@ def test_a_call_of_the_engine_before_says_nothing_about_the_next_one():
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of a runner and of its engines is that of the simulated loop."""
+    """The clock of a runner and of what counts its work is that of the simulated loop."""
     simulated_time = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr(runner_module, "time", simulated_time)
-    monkeypatch.setattr(engines_module, "time", simulated_time)
+    monkeypatch.setattr(busy_module, "time", simulated_time)
 
 
 def test_the_state_says_who_waits_for_what_and_how_long_engines_were_busy(clock: None):

@@ -3,11 +3,13 @@
 import pathlib
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
-from rlframe.cluster.watch.sight import LOG_LINES, State, log_tail, look
+from rlframe.cluster.watch import sight
+from rlframe.cluster.watch.sight import LOG_LINES, State, ask, log_tail, look
+from tests.until import PATIENCE_S, until, until_state
 
 pytestmark = pytest.mark.later
 
@@ -48,14 +50,13 @@ def test_a_process_that_is_gone_is_no_error(tmp_path: pathlib.Path) -> None:
     assert look(str(tmp_path / "none.log"), gone.pid).log.startswith("(no log at")
 
 
-def test_a_hanging_worker_shows_its_stack_and_lives_on(tmp_path: pathlib.Path) -> None:
+def test_a_hanging_worker_shows_its_stack_and_lives_on(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sight, "ANSWER_S", PATIENCE_S)
     with subprocess.Popen([sys.executable, "-c", HANGING, str(tmp_path)]) as process:
         try:
             file = tmp_path / "policy-3.log"
-            deadline = time.monotonic() + 60
-            while not (file.is_file() and "started" in file.read_text()):
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: process.poll() is not None or (file.is_file() and "started" in file.read_text()))
+            until_state(process.pid, State.WAITING)
             seen = look(str(file), process.pid)
             assert "in wait_for_ever" in seen.stack and "answer_requests" not in seen.stack
             assert "started" in seen.log and "wait_for_ever" not in look(str(file), process.pid).log
@@ -63,3 +64,19 @@ def test_a_hanging_worker_shows_its_stack_and_lives_on(tmp_path: pathlib.Path) -
             assert process.poll() is None
         finally:
             process.kill()
+
+
+def test_stacks_are_read_when_nothing_is_added_to_them_any_more(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = ["Thread 1:\n  in first\n\n", "Thread 2:\n  in second\n"]
+
+    def sleep(_: float) -> None:
+        """Another piece is printed between two looks."""
+        with (tmp_path / "policy-3.stacks").open("a") as file:
+            file.write(pieces.pop(0) if pieces else "")
+
+    monkeypatch.setattr(sight, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+    with subprocess.Popen(["sleep", "600"]) as process:
+        found = ask(tmp_path / "policy-3.log", process.pid, None)
+    assert "in first" in found and "in second" in found

@@ -3,7 +3,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from rlframe.config.overrides import rewritten
+from rlframe.config.overrides import overrides_last, rewritten
 from rlframe.utils.errors import ConfigError
 
 GROUPS = {"algorithm": ["dpo", "grpo"], "data": ["gsm8k"], "train": ["cpu", "cuda"]}
@@ -29,6 +29,23 @@ def rewrite(argument: str) -> str:
 )
 def test_what_hydra_understands_by_itself_stays(argument: str) -> None:
     assert rewrite(argument) == argument
+
+
+def test_overrides_may_stand_on_both_sides_of_options() -> None:
+    given = ["steps=1", "-m", "seed=1,2", "--config-name", "grpo", "~reward.parts.x", "--config-dir", "a=b", "+y.z=3"]
+    expected = [
+        "-m",
+        "--config-name",
+        "grpo",
+        "--config-dir",
+        "a=b",
+        "steps=1",
+        "seed=1,2",
+        "~reward.parts.x",
+        "+y.z=3",
+    ]
+    assert overrides_last(given) == expected
+    assert overrides_last(["-sc", "install=bash"]) == ["-sc", "install=bash"]
 
 
 def test_a_key_needs_no_mention_in_any_file() -> None:

@@ -14,6 +14,7 @@ from rlframe.data.parallel import in_chunks, num_processes
 from rlframe.data.prompts import PromptSource
 from rlframe.data.storage import tables
 from rlframe.utils.errors import DataError
+from tests.unit.data.chunks import failing_from_14, killing, places_and_process
 from tests.unit.data.marks import TURNS, with_template, write
 
 
@@ -22,39 +23,29 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "CHUNK", 7)
 
 
-def test_a_process_is_added_for_each_2000_conversations_and_asked_for_at_most_one_a_chunk() -> None:
-    # A tool that watches the tests has a thread of its own.
-    alone = threading.active_count() == 1
-    assert num_processes(None, 1999) == 1
-    assert num_processes(None, 10**7) == (len(os.sched_getaffinity(0)) if alone else 1)
-    assert num_processes(3, 10**7) == 3 and num_processes(3, 14) == 2 and num_processes(3, 0) == 1
-    # A fork would inherit the locks of other threads.
+def test_a_process_is_added_for_each_5000_conversations_and_asked_for_at_most_one_a_chunk() -> None:
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
     thread.start()
-    assert num_processes(None, 10**7) == 1
+    # Threads, such as those of a run that has begun, change nothing.
+    assert num_processes(None, 9999) == 1
+    assert num_processes(None, 10**7) == len(os.sched_getaffinity(0))
     ended.set()
     thread.join()
+    assert num_processes(3, 10**7) == 3 and num_processes(3, 14) == 2 and num_processes(3, 0) == 1
 
 
 @pytest.mark.later
 def test_chunks_come_in_their_order_and_so_does_the_first_error() -> None:
-    own = os.getpid()
-    found = list(in_chunks(lambda places: (os.getpid() == own, list(places)), 30, processes=2))
-    assert [place for _, places in found for place in places] == list(range(30))
-    assert not any(mine for mine, _ in found)
-
-    def failing(places: range) -> range:
-        if places.start >= 14:
-            raise DataError(f"record {places.start}")
-        return places
-
-    chunks = in_chunks(failing, 30, processes=2)
+    found = list(in_chunks(places_and_process, range(30), processes=2))
+    assert [place for places, _ in found for place in places] == list(range(30))
+    assert os.getpid() not in {process for _, process in found} and len(found) == 5
+    chunks = in_chunks(failing_from_14, range(30), processes=2)
     assert [next(chunks), next(chunks)] == [range(7), range(7, 14)]
     with pytest.raises(DataError, match="record 14"):
         next(chunks)
     with pytest.raises(DataError, match="was killed, as when memory runs out; set data.num_processes to less than 2"):
-        list(in_chunks(lambda places: os.kill(os.getpid(), 9), 30, processes=2))
+        list(in_chunks(killing, range(30), processes=2))
 
 
 def row_of(kind: str, number: int) -> dict:
@@ -70,7 +61,7 @@ def row_of(kind: str, number: int) -> dict:
 @pytest.mark.later
 @pytest.mark.parametrize(
     "kind",
-    ["examples", "texts", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("preferences", "unpaired"))],
+    ["examples", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("texts", "preferences", "unpaired"))],
 )
 def test_items_do_not_depend_on_the_number_of_processes(
     forgetting: PreTrainedTokenizerFast, tmp_path: Path, kind: str
@@ -86,8 +77,8 @@ def test_items_do_not_depend_on_the_number_of_processes(
     assert made[0] == made[1] and sum(len(token_ids) for token_ids, _ in made[0][1]) > 400
 
 
-@pytest.mark.later
-@pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("stored", [False, True])
 def test_prompts_do_not_depend_on_the_number_of_processes(
     forgetting: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
 ) -> None:

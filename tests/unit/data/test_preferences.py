@@ -38,12 +38,19 @@ def stream_of(
         {"conversations": [{"from": "human", "value": "q"}], "chosen": GPT_YES, "rejected": NO},
         {"chosen": [USER, YES], "rejected": [USER, NO]},
         {"prompt": "q", "chosen": [USER, YES], "rejected": [USER, NO]},  # ultrafeedback_binarized
+        {"prompt": [USER], "chosen": [USER, YES], "rejected": [USER, NO]},
         {"prompt": "q", "responses": ["y", "n"], "ranks": [1, 2]},
     ],
 )
 def test_known_shapes_of_pairs_are_recognised(fields: dict) -> None:
     found = comparison(**fields)
     assert (found.prompt, found.responses, found.pairs) == ((USER,), ((YES,), (NO,)), ((0, 1, 0.0),))
+
+
+@pytest.mark.parametrize("prompt", ["another", [USER, YES], [{"role": "user", "content": "another"}]])
+def test_a_prompt_that_whole_conversations_do_not_begin_with_is_refused(prompt: object) -> None:
+    with pytest.raises(DataError, match="found another beginning, 'q'; remove 'prompt', or the turns before the resp"):
+        comparison(prompt=prompt, chosen=[USER, YES], rejected=[USER, NO])
 
 
 def test_whole_conversations_part_where_they_first_differ() -> None:
@@ -179,6 +186,7 @@ def test_the_preference_demo_becomes_pairs(shared_data: Path, tokenizer: PreTrai
     [
         {"messages": [USER, YES, USER, NO], "label": False},
         {"prompt": [USER, YES, USER], "completion": "n", "label": False},
+        {"prompt": [USER, YES, USER], "completion": [NO], "label": False},
         {"instruction": "q", "output": "n", "history": [["q", "y"]], "kto_tag": False},
     ],
 )
@@ -204,6 +212,10 @@ def test_a_judged_response_is_learnt_in_its_last_turn(
             "expected 'label' or 'kto_tag', true for .*found the fields prompt, compl",
         ),
         ({"prompt": "q", "completion": "y", "label": "good"}, "expected 'label' to be true or false, found 'good'"),
+        (
+            {"prompt": [USER], "completion": [YES, USER, NO], "label": True},
+            "expected 'completion' to be one message, .*found 3; put the messages before it into the prompt",
+        ),
         ({"prompt": "q", "label": True}, "expected the last message from the assistant, found 'user'"),
     ],
 )

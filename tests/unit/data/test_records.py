@@ -110,6 +110,11 @@ FOUR = {"role": "assistant", "content": "4"}
         ({"prompt": "2+2?", "answer": None}, [USER], None),
         ({"prompt": "2+2?", "response": "4", "answer": "four"}, [USER, FOUR], "four"),
         ({"prompt": [USER], "completion": "4"}, [USER, FOUR], "4"),
+        # TRL's conversational formats: docs/source/dataset_formats.md.
+        ({"prompt": [USER]}, [USER], None),
+        ({"prompt": [USER], "completion": [FOUR]}, [USER, FOUR], "4"),
+        ({"prompt": [USER, FOUR, USER], "completion": [FOUR], "answer": "5"}, [USER, FOUR, USER, FOUR], "5"),
+        ({"prompt": [USER], "completion": [FOUR, USER, FOUR]}, [USER, FOUR, USER, FOUR], "4"),
         ({"prompt": [USER], "reward_model": {"ground_truth": "4", "style": "rule"}}, [USER], "4"),
         ({"messages": [USER, FOUR]}, [USER, FOUR], "4"),
         ({"messages": [USER], "answer": "4"}, [USER, FOUR], "4"),
@@ -134,6 +139,34 @@ def test_known_shapes_are_recognised(fields: dict, messages: list[dict], answer:
     conversation = understand(Record(fields=fields, source="s", where="s:1"), DataConfig())
     assert list(conversation.messages) == messages
     assert conversation.answer == answer
+
+
+def test_turns_of_a_prompt_are_not_learnt_where_the_completion_is_a_list_of_messages() -> None:
+    fields = {"prompt": [USER, FOUR, USER], "completion": [FOUR, USER, {**FOUR, "weight": 0.5}]}
+    config = DataConfig(system_prompt="Add.")
+    found = understand(Record(fields=fields, source="s", where="s:1"), config)
+    assert found.weights == (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5)
+    told = {"prompt": [USER, {**FOUR, "weight": 1}, USER], "completion": [FOUR]}
+    assert understand(Record(fields=told, source="s", where="s:1"), DataConfig()).weights == (0.0, 1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "message"),
+    [
+        ([USER], [], "expected the messages of 'completion' to begin with the assistant's, found none"),
+        (
+            [USER],
+            [USER, FOUR],
+            "begin with the assistant's, found one from 'user'; put messages before",
+        ),
+        ([USER, FOUR], [FOUR], r"found that both are of the assistant; put the beginning .* into completion\[0\]"),
+        ([USER], ["4"], r"expected completion\[0\] to be {role, content}"),
+    ],
+)
+def test_an_ambiguous_completion_is_refused(prompt: list, completion: list, message: str) -> None:
+    record = Record(fields={"prompt": prompt, "completion": completion}, source="s", where="s:1")
+    with pytest.raises(DataError, match=f"s:1: .*{message}"):
+        understand(record, DataConfig())
 
 
 def test_named_keys_win_over_recognition() -> None:

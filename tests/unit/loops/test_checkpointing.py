@@ -180,7 +180,7 @@ class Slow:
         finish = write(folder)
 
         def rest() -> dict[str, float]:
-            assert self.go.wait(30)
+            assert self.go.wait(300)
             if self.failure:
                 raise self.failure
             return finish()

@@ -61,7 +61,12 @@ def test_rollout_metrics_worked_by_hand() -> None:
             "reward/unscored_fraction": 0,
             "reward/flat_groups_fraction": 2 / 3,
             "rollout/response_tokens_mean": 30 / 6,
+            # Sorted 2 3 3 4 6 12: at least half are at most 3, and at least 0.9 or 0.99 at most 12.
+            "rollout/response_tokens_p50": 3,
+            "rollout/response_tokens_p90": 12,
+            "rollout/response_tokens_p99": 12,
             "rollout/response_tokens_max": 12,
+            "rollout/repeated_fraction": 0,  # each response counts up
             "rollout/truncated_fraction": 2 / 6,
             "rollout/sampled": 6,
             "rollout/tokens": 30 + 6 * 2,

@@ -67,6 +67,24 @@ def test_times_add_up_within_a_step_and_over_the_run(time: Clock) -> None:
     assert phase.totals == pytest.approx({"train": 0.06, "reward": 0.0})
 
 
+def test_a_role_is_idle_in_the_phases_of_others(time: Clock) -> None:
+    policy, critic = Role("policy", []), Role("critic", [])
+    phase = Phases(sharing=[], announce=lambda _: None)
+    with phase("rollout"):
+        time.sleep(0.03)
+    with phase("train", on=policy):
+        time.sleep(0.01)
+    with phase("weight_sync", beside=policy):
+        time.sleep(0.01)
+    times = phase.step_times({"policy": policy, "critic": critic})
+    own = times["time/train_s"] + times["time/weight_sync_s"]
+    assert times["time/policy_idle_fraction"] == pytest.approx(1 - own / times["time/step_s"])
+    assert times["time/critic_idle_fraction"] == 1.0
+    with phase("rollout"):
+        time.sleep(0.01)
+    assert phase.step_times({"policy": policy})["time/policy_idle_fraction"] == 1.0, "each step counts for itself"
+
+
 def test_the_time_of_a_phase_inside_another_counts_once(time: Clock) -> None:
     phase = Phases(sharing=[], announce=lambda _: None)
     for _ in range(2):
@@ -156,9 +174,9 @@ def test_a_step_is_timed_by_the_clock_and_what_no_phase_covers_is_other(time: Cl
     time.sleep(0.03)
     with phases("train"):
         time.sleep(0.01)
-    assert phases.step_times() == pytest.approx(
+    assert phases.step_times({}) == pytest.approx(
         {"time/rollout_s": 0.02, "time/train_s": 0.01, "time/other_s": 0.03, "time/step_s": 0.06}
     )
     with phases("train"):
         time.sleep(0.01)
-    assert phases.step_times() == pytest.approx({"time/train_s": 0.01, "time/other_s": 0.0, "time/step_s": 0.01})
+    assert phases.step_times({}) == pytest.approx({"time/train_s": 0.01, "time/other_s": 0.0, "time/step_s": 0.01})

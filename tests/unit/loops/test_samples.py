@@ -1,6 +1,7 @@
 """Which attempts a run keeps token by token, with which numbers, and until when."""
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rlframe.types.batch import TrainBatch
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout, members
-from rlframe.utils.errors import SettingError
+from rlframe.utils.errors import OutputError, SettingError
 
 
 def attempt(index: int, reward: float, *, sequence: int = 0) -> Rollout:
@@ -43,6 +44,13 @@ def trained(rewards: list[list[float]]) -> tuple[list[Rollout], TrainBatch]:
     batch = pack(groups)
     advantages = torch.repeat_interleave(batch.rewards - 0.5, batch.lengths) * batch.loss_mask
     return members(groups), batch.with_advantages(advantages)
+
+
+def write(folder: Path, chosen: Chosen, decode: Callable[[int], str] = str) -> None:
+    """Writes the file of a step."""
+    files = SampleFiles(folder, decode)
+    files.write(chosen)
+    files.close()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +92,7 @@ def test_every_token_has_its_numbers(tmp_path: Path) -> None:
     batch.loss_mask[7] = False
     chosen = choose(SamplesConfig(keep=[Keep.BEST], of_each=1), 3, rollouts, batch)
     chosen.take_trainer_logprobs(torch.tensor([0.0, 0.0, -0.5, -0.25]))
-    SampleFiles(tmp_path, lambda token: f"<{token}>").write(chosen)
+    write(tmp_path, chosen, lambda token: f"<{token}>")
     [(step, evaluation, path)] = sample_files(tmp_path)
     [record] = read_samples(path)
     assert (step, evaluation, record["evaluation"], record["reward"], record["answer"]) == (3, "", "", 1.0, "4")
@@ -105,7 +113,7 @@ def test_every_token_has_its_numbers(tmp_path: Path) -> None:
 def test_logprobs_of_the_step_are_used_where_it_has_some(tmp_path: Path) -> None:
     rollouts, batch = trained([[0.0, 1.0]])
     batch.old_logprobs = torch.arange(8) / -8
-    SampleFiles(tmp_path, str).write(choose(SamplesConfig(keep=[Keep.BEST], of_each=1), 3, rollouts, batch))
+    write(tmp_path, choose(SamplesConfig(keep=[Keep.BEST], of_each=1), 3, rollouts, batch))
     [record] = read_samples(sample_files(tmp_path)[0][2])
     assert record["tokens"]["trainer_logprobs"] == [-0.5, -0.625, -0.75, -0.875]
 
@@ -121,8 +129,27 @@ def test_a_resumed_run_keeps_the_steps_that_it_does_not_do_again(tmp_path: Path)
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["notes.txt"]
 
 
+def test_a_file_that_cannot_be_written_is_told_at_the_next(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("not a folder")
+    files = SampleFiles(tmp_path, str)
+    chosen = Chosen(step=1, rollouts=[attempt(0, 0.0)], places={0: ["first"]})
+    files.write(chosen)
+    with pytest.raises(OutputError, match="samples"):
+        files.write(chosen)
+    files.close()
+
+
+def test_only_kept_rollouts_are_marked_and_none_where_the_step_has_logprobs() -> None:
+    rollouts, batch = trained([[0.0, 1.0]])
+    chosen = choose(SamplesConfig(keep=[Keep.BEST], of_each=1), 3, rollouts, batch)
+    kept = chosen.marked(batch).kept
+    assert kept is not None and kept.tolist() == [False, True] and batch.kept is None
+    batch.old_logprobs = torch.zeros(8)
+    assert chosen.marked(batch) is batch
+
+
 def test_nothing_kept_writes_nothing(tmp_path: Path) -> None:
-    SampleFiles(tmp_path, str).write(choose(SamplesConfig(keep=[]), 1, [attempt(0, 0.0)]))
+    write(tmp_path, choose(SamplesConfig(keep=[]), 1, [attempt(0, 0.0)]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,7 +168,6 @@ def test_a_half_written_file_is_read_until_the_damage(tmp_path: Path) -> None:
     [
         ({"keep": [Keep.ALL, Keep.BEST]}, "keep must be \\[all\\] alone"),
         ({"keep": [Keep.BEST, Keep.BEST]}, "keep must name each choice once"),
-        ({"keep": [], "trainer_logprobs": True}, "trainer_logprobs has no effect with keep=\\[\\]"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict, words: str) -> None:

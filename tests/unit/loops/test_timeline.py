@@ -4,10 +4,13 @@ import json
 import logging
 from pathlib import Path
 
+import pytest
+
 from rlframe.loops.phases import Phases
 from rlframe.loops.report.times import times
 from rlframe.loops.reporting.timeline import Timeline
-from rlframe.loops.reporting.warned import MOST, Warned
+from rlframe.loops.reporting.warned import Warned
+from rlframe.utils.warned import MOST
 
 
 class Engines:
@@ -57,6 +60,23 @@ def test_time_of_roles_worked_by_hand() -> None:
         {"role": "judge", "phases": {"part": 1, "judge": 1}, "idle_s": 8},
         {"role": "policy", "phases": {"train": 4}, "idle_s": 6},
         {"role": "rollout", "phases": {"rollout": 4}, "idle_s": 6},
+    ]
+
+
+def test_engines_that_sample_all_the_time_are_roles_and_the_loop_waits_for_them(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    timeline.ended("rollout", Engines(), 2.0)
+    timeline.engines_sampled(8.0, [6.0, 2.0])
+    timeline.write(1)
+    timeline.ended("rollout", Engines(), 1.0)
+    timeline.write(2)
+    first, second = lines(tmp_path / "timeline.jsonl")
+    assert first["engines"]["busy_s"] == [6.0, 2.0] and "engines" not in second
+    found = times([first])
+    assert [(each["role"], each["phases"], each["idle_s"]) for each in found["roles"]] == [
+        ("driver", {"rollout": pytest.approx(2.0, abs=0.01)}, pytest.approx(0.0, abs=0.01)),
+        ("engine 0", {"sampling": 6.0}, pytest.approx(2.0, abs=0.01)),
+        ("engine 1", {"sampling": 2.0}, pytest.approx(6.0, abs=0.01)),
     ]
 
 

@@ -21,7 +21,7 @@ class Tracker:
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Waits for `after` first."""
         if self.after:
-            self.after.wait(60)
+            self.after.wait(600)
         self.got.append((step, dict(metrics)))
         self.threads.add(threading.get_ident())
 
@@ -56,7 +56,7 @@ def test_a_server_that_hangs_holds_up_neither_the_steps_nor_the_end(
         log(step, {})
     assert log.num_left_out >= 14
     log.close()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 300, "the server hangs for 600 s"
     answer.set()
     assert "mlflow gets no metrics from step" in caplog.text and "metrics.jsonl has all" in caplog.text
     assert "mlflow lacks about" in caplog.text and "did not accept them within 0.4 s" in caplog.text
@@ -68,15 +68,17 @@ def test_a_tracker_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCaptu
 
     log = Uploads("wandb", lambda: broken)
     log(1, {})
-    log.join(10)
+    log.join(120)
     log(2, {})
     log.close()
     assert "wandb gets no metrics from step 2 on: it failed: ConnectionError('no route')" in caplog.text
 
 
 def test_a_tracker_that_cannot_begin_ends_the_start() -> None:
+    hangs = threading.Event()
     with pytest.raises(RlframeError, match="wandb did not start within 0.1 s"):
-        Uploads("wandb", lambda: time.sleep(2), start_s=0.1)
+        Uploads("wandb", lambda: hangs.wait(600), start_s=0.1)
+    hangs.set()
 
     def refused() -> None:
         raise ConnectionError("no route to host")

@@ -5,9 +5,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlframe.processes.work import TaskFailed, Work
+from tests.until import until
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,8 @@ class Arithmetic(Work):
     """Evaluates sums; knows words that misbehave."""
 
     bias: int = 0
+    gate: str = ""
+    """What is slow lasts until there is a file of this name."""
 
     def prepare(self) -> Callable[[Any], Any]:
         """Returns what evaluates."""
@@ -25,7 +29,7 @@ class Arithmetic(Work):
             "long": lambda: "x" * 50_000,
             "too long": lambda: "x" * 70_000,
             "no JSON": lambda: {1, 2},
-            "slow": lambda: time.sleep(0.5),
+            "slow": lambda: until(Path(self.gate).exists),
             "talk": lambda: [say(f"{number} " + "x" * 300) for number in range(30)] and None,
         }
 

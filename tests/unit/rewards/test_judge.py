@@ -19,6 +19,7 @@ from rlframe.utils.errors import ConfigError, RewardError, SettingError
 from tests.campaigns.rewards import rollout
 from tests.contracts.test_rewards import HOSTILE
 from tests.judge_server import Server, serving
+from tests.until import under_a_fair_limit
 
 
 def options(server: Server, **changed: Any) -> dict[str, Any]:
@@ -150,9 +151,13 @@ def test_what_has_no_score_is_counted_and_handled_as_it_says(
         }
         return replies[trouble]()
 
-    limit_s = 0.5 if trouble == "timed_out" else 60.0
     rollouts = [rollout(0, "good", answer="x"), rollout(1, "bad", answer="x")]
-    server, runner = judged(answer, rollouts, endpoint={"retries": 1, "request_timeout_s": limit_s}, **settings)
+
+    def asked(limit_s: float) -> tuple[Server, RewardRunner]:
+        return judged(answer, rollouts, endpoint={"retries": 1, "request_timeout_s": limit_s}, **settings)
+
+    first_s = 0.5 if trouble == "timed_out" else 60.0
+    server, runner = under_a_fair_limit(asked, lambda _: not rollouts[0].reward_troubles, first_s=first_s)
     assert rollouts[0].reward == 1.0 and rollouts[0].reward_troubles == {}
     bad = rollouts[1]
     assert bad.reward_troubles == {"judge": trouble} and bad.reward_failed is failed

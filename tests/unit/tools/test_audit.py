@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import yaml
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from rlframe.attempts.ledger import LEDGER, Carried, Dropped, Event, Leased, Trained
 from rlframe.tools.audit import main
@@ -49,7 +50,7 @@ def good() -> list[Event]:
 def run_of(folder: Path, events: list[Event], **settings: object) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS | settings))
-    lines = [json.dumps({"event": event.event, **asdict(event)}) for event in events]
+    lines = [json.dumps(to_builtins(event)) for event in events]
     (folder / LEDGER).write_text("".join(f"{line}\n" for line in lines))
     return folder
 

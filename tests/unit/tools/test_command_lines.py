@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from rlframe.main import tool_names
+from rlframe.launch import tool_names
 
 pytestmark = pytest.mark.later
 WITH_ARGUMENTS = [

@@ -1,13 +1,13 @@
 """What the two sides of a sync tell when they fail."""
 
 import threading
-import time
 from typing import Any
 
 import pytest
 
 from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.connection import both
+from tests.until import PATIENCE_S
 
 
 class Released:
@@ -22,9 +22,8 @@ class Released:
 
 def fails(error: Exception, *, after: threading.Event | None = None) -> Any:
     def call() -> None:
-        assert after is None or after.wait(10)
-        # So that the two are never done at the same look.
-        time.sleep(0.05 if after else 0.0)
+        # It is set by who has seen the other one, so that the two are never done at the same look.
+        assert after is None or after.wait(PATIENCE_S)
         raise error
 
     return call

@@ -51,6 +51,7 @@ def source_process() -> Iterator[tuple[multiprocessing.Process, Connection, Shar
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,))
     process.start()
+    theirs.close()  # Else nobody would learn of its death.
     try:
         yield process, pipe, pipe.recv()
     finally:
@@ -103,7 +104,8 @@ def test_a_killed_source_leaves_nothing_behind() -> None:
         process.join()
         # What is mapped stays readable; nothing with a name was ever made.
         assert opened["b"].tolist() == [14, 15, 16, 17, 18, 19]
-        assert not [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("torch")]
+        names = tuple(f"torch_{pid}_" for pid in (os.getpid(), process.pid))
+        assert not [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith(names)]
         with pytest.raises(WeightSyncFailed, match=f"cannot map the weights of process {process.pid}"):
             open_shared(handle)
 

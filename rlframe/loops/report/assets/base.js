@@ -1,7 +1,7 @@
 "use strict";
 // What all parts of the page share. Texts of a run enter the page as text nodes only, never as HTML.
 
-const state = { data: null, run: 0, tab: "", theme: "light" };
+const state = { data: null, run: 0, tab: "", theme: "light", picked: new Set(), order: null };
 
 function el(tag, attributes, ...children) {
   const node = document.createElement(tag);

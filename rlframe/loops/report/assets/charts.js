@@ -1,17 +1,10 @@
 // Curves, drawn by Plotly once they come into view.
 
-const PALETTE = [
-  "#4080ec",
-  "#e07b39",
-  "#2a9d6f",
-  "#b84fb8",
-  "#c9a227",
-  "#4aa8c0",
-  "#d1495b",
-  "#7a6ff0",
-  "#6b8e23",
-  "#8d6e63",
-];
+// Okabe and Ito's colours (https://jfly.uni-koeln.de/color), which colour-blind readers tell apart, without black and
+// yellow, of which one of the two themes shows nothing.
+const PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f"];
+// More runs than colours differ by their lines.
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 const drawn = new Map();
 const waiting = new Map();
 const seen = new IntersectionObserver(
@@ -85,7 +78,7 @@ function smoothed(values, weight) {
 
 // One curve of each run that has it. With smoothing the measured one stays, pale.
 function curveTraces(name, runs, smooth) {
-  return runs.flatMap(({ run, colour }) => {
+  return runs.flatMap(({ run, colour, dash }) => {
     const curve = curveOf(run, name);
     if (!curve) return [];
     const few = curve.steps.length < 30;
@@ -94,7 +87,8 @@ function curveTraces(name, runs, smooth) {
       y: curve.values,
       name: plain(run.label),
       mode: few ? "lines+markers" : "lines",
-      line: { color: colour, width: 1.8 },
+      line: { color: colour, dash, width: 1.8 },
+      opacity: state.picked.size && !state.picked.has(run) ? 0.15 : 1,
       marker: { size: 5 },
       hovertemplate: `%{y:.5g}<extra>${plain(run.label)}</extra>`,
     };
@@ -117,7 +111,11 @@ function curveCard(name, runs, smooth = false) {
 }
 
 function comparedRuns() {
-  return state.data.runs.map((run, place) => ({ run, colour: PALETTE[place % PALETTE.length] }));
+  return state.data.runs.map((run, place) => ({
+    run,
+    colour: PALETTE[place % PALETTE.length],
+    dash: DASHES[Math.floor(place / PALETTE.length) % DASHES.length],
+  }));
 }
 
 function runLegend() {
@@ -125,10 +123,14 @@ function runLegend() {
   return el(
     "div",
     { class: "legend row" },
-    comparedRuns().map(({ run, colour }) =>
-      el("span", {}, el("span", { class: "swatch", style: `background:${colour}` }), run.label),
-    ),
+    comparedRuns().map((each) => el("span", {}, lineSwatch(each), each.run.label)),
   );
+}
+
+// A piece of a run's line, as its curves have it.
+function lineSwatch({ colour, dash }) {
+  const style = { solid: "solid", dot: "dotted" }[dash] || "dashed";
+  return el("span", { class: "line", style: `border-top:3px ${style} ${colour}` });
 }
 
 function curvesTab() {

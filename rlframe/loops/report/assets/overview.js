@@ -89,7 +89,6 @@ function overviewTab() {
       el("h2", {}, `${runs.length} runs`),
       comparison(names),
       el("h2", {}, "Curves to look at first"),
-      runLegend(),
       cards,
     ];
   return [
@@ -98,26 +97,79 @@ function overviewTab() {
     cards,
     el("h2", {}, "Where the time went"),
     el("div", { class: "card" }, phaseBar(runs[0].run)),
+    ...profileLinks(runs[0].run),
   ];
 }
 
-// What distinguishes the runs, and where they ended.
+// The files of profiled steps, which lie beside the page.
+function profileLinks(run) {
+  if (!run.profiles.length) return [];
+  const rows = run.profiles.map(({ step, files }) => [
+    `step ${step}`,
+    el(
+      "span",
+      {},
+      files.flatMap(({ name, address }) => [el("a", { href: address.split("/").map(encodeURIComponent).join("/") }, name), " "]),
+    ),
+  ]);
+  return [el("h2", {}, "Profiles"), el("div", { class: "card" }, table(["", "files"], rows))];
+}
+
+// A row for each run: what distinguishes it, and where it ended. A click on a heading sorts, one on a run picks it.
 function comparison(names) {
-  const runs = state.data.runs;
-  const keys = differingKeys(runs).filter((key) => !/^(output|name|steps|logging\..*)$/.test(key));
-  const rows = [
-    ["steps done", ...runs.map((run) => run.done)],
-    ...names.map((name) => [name, ...runs.map((run) => lastOf(run, name))]),
-    ...keys.map((key) => [el("code", { class: "differs" }, key), ...runs.map((run) => value(run.settings[key]))]),
+  const all = comparedRuns();
+  const keys = differingKeys(state.data.runs).filter((key) => !/^(output|name|steps|logging\..*)$/.test(key));
+  const columns = [
+    ["run", (run) => run.label],
+    ...keys.map((key) => [key, (run) => run.settings[key]]),
+    ["steps done", (run) => run.done],
+    ...names.map((name) => [name, (run) => lastOf(run, name)]),
   ];
+  const again = () => show(state.tab);
+  const heads = columns.map(([title], place) => {
+    const arrow = state.order?.place === place ? (state.order.down ? " \u2193" : " \u2191") : "";
+    const sort = () => {
+      state.order = { place, down: state.order?.place === place ? !state.order.down : true };
+      again();
+    };
+    return el("th", {}, el("button", { class: "head", title: "Sort by this", onclick: sort }, title + arrow));
+  });
+  const rows = sorted(all, columns).map((each) => {
+    const { run } = each;
+    const pick = () => {
+      if (!state.picked.delete(run)) state.picked.add(run);
+      again();
+    };
+    const cells = columns.slice(1).map(([, of]) => {
+      const found = of(run);
+      return el("td", { class: typeof found === "number" ? "number" : null }, typeof found === "number" ? number(found) : value(found));
+    });
+    const name = el("button", { class: "head", "aria-pressed": String(state.picked.has(run)), onclick: pick }, lineSwatch(each), run.label);
+    return el("tr", { class: state.picked.has(run) ? "picked" : null }, el("td", {}, name), cells);
+  });
   return el(
     "div",
     { class: "card compared" },
-    table(["", ...runs.map((run) => run.label)], rows),
+    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows))),
     el(
       "p",
       { class: "quiet" },
-      "Metrics are those of the last step that has them. Below them are the settings that differ.",
+      "First the settings that differ, then each metric at the last step that has it. A click on a heading sorts; one on a run " +
+        "brings its curves out, another one puts them back.",
     ),
   );
+}
+
+function sorted(runs, columns) {
+  if (!state.order) return runs;
+  const [, of] = columns[state.order.place];
+  const sign = state.order.down ? -1 : 1;
+  const known = (found) => found !== null && found !== undefined;
+  return [...runs].sort((one, two) => {
+    const [left, right] = [of(one.run), of(two.run)];
+    // What is not known comes last, whichever way.
+    if (!known(left) || !known(right)) return Number(known(right)) - Number(known(left));
+    if (typeof left === "number" && typeof right === "number") return sign * (left - right);
+    return sign * String(left).localeCompare(String(right), "en", { numeric: true });
+  });
 }

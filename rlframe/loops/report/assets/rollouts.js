@@ -45,7 +45,7 @@ function group(run, rollout, open) {
       rollout.group_rewards.map((reward, place) => {
         const advantage = rollout.group_advantages[place];
         const other = kept(place);
-        const colour = diverging(advantage, greatest(rollout.group_advantages), "209,73,91", "42,157,111");
+        const colour = diverging(advantage, greatest(rollout.group_advantages), "213,94,0", "0,114,178");
         return el(
           "button",
           {

@@ -19,7 +19,7 @@ function dataTab() {
   const names = run.curves
     .map((curve) => curve.name)
     .filter((name) =>
-      /^data\/|^rollout\/(dropped|lag|carried|waiting|open|masked|truncated|engine_idle)|^reward\/(flat|unscored|failed)/.test(
+      /^data\/|^rollout\/(dropped|lag|carried|waiting|open|masked|truncated)|^time\/\w+_idle|^reward\/(flat|unscored|failed)/.test(
         name,
       ),
     );
@@ -115,6 +115,12 @@ function configurationTab() {
   ];
 }
 
+// The first of some names, and how many more there are.
+function few(names) {
+  const shown = names.slice(0, 3).join(", ");
+  return names.length > 3 ? `${shown} and ${names.length - 3} more` : shown;
+}
+
 function warningsTab() {
   const { warnings } = chosenRun();
   if (!warnings.length) return [el("p", { class: "lead" }, "There were no warnings.")];
@@ -123,8 +129,15 @@ function warningsTab() {
       "div",
       { class: "card" },
       table(
-        ["warning", "from", "first step", "last step", "times"],
-        warnings.map((each) => [each.text, el("code", {}, each.of), each.first, each.last, each.count]),
+        ["warning", "from", "processes", "first step", "last step", "times"],
+        warnings.map((each) => [
+          each.text,
+          el("code", {}, each.of),
+          few(each.roles),
+          each.first,
+          each.last,
+          each.count,
+        ]),
       ),
     ),
   ];

@@ -1,17 +1,16 @@
 // Where the time of a run went: by step, and by role with the time in which it waited.
 
 const PHASE_COLOURS = {
-  rollout: "#e07b39",
-  reward: "#c9a227",
-  train: "#4080ec",
-  weight_sync: "#2a9d6f",
-  evaluation: "#b84fb8",
+  rollout: "#e69f00",
+  reward: "#f0c808",
+  train: "#0072b2",
+  weight_sync: "#009e73",
+  evaluation: "#cc79a7",
   checkpoint: "#8d6e63",
-  reference: "#4aa8c0",
+  reference: "#56b4e9",
   old_logprobs: "#7a6ff0",
   other: "#8a94a3",
   probe: "#6b8e23",
-  samples: "#d1495b",
   account: "#b8b04a",
   record: "#a0785a",
   data: "#c9a227",
@@ -54,7 +53,7 @@ function stepTimes(run) {
       barmode: "stack",
       bargap: 0.05,
       showlegend: true,
-      legend: { orientation: "h", y: -0.16 },
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
       yaxis: { title: { text: "seconds" } },
       xaxis: { title: { text: "step" } },
       margin: { l: 60, r: 12, t: 8, b: 60 },
@@ -81,9 +80,12 @@ function lanes(run, steps) {
     customdata: own.map((each) => [each.step, each.end_s - each.start_s]),
     hovertemplate: `${plain(name)}, step %{customdata[0]}: %{customdata[1]:.3f} s<extra></extra>`,
   }));
+  const engines = engineLanes(steps, begin);
+  const rows = new Set([...traces, ...engines].flatMap((trace) => trace.y));
   return chart(
-    traces,
+    [...traces, ...engines],
     {
+      height: Math.max(340, 130 + 26 * rows.size),
       barmode: "overlay",
       hovermode: "closest",
       showlegend: true,
@@ -93,6 +95,75 @@ function lanes(run, steps) {
     },
     true,
   );
+}
+
+// A row for each engine that samples all the time: the stronger its colour, the more of the time it had something to
+// answer.
+function engineLanes(steps, begin) {
+  const lines = steps.filter((line) => line.engines);
+  const bars = lines.flatMap(({ step, engines }) =>
+    engines.busy_s.map((busy, place) => ({ step, engines, place, share: shareOf(busy, engines) })),
+  );
+  if (!bars.length) return [];
+  return [
+    {
+      type: "bar",
+      orientation: "h",
+      name: "sampling (the stronger, the busier)",
+      marker: { color: bars.map(({ share }) => `rgba(0,158,115,${(0.08 + 0.92 * share).toFixed(3)})`) },
+      y: bars.map(({ place }) => `engine ${place}`),
+      x: bars.map(({ engines }) => engines.end_s - engines.start_s),
+      base: bars.map(({ engines }) => engines.start_s - begin),
+      customdata: bars.map(({ step, share }) => [step, 100 * share]),
+      hovertemplate: "%{y}, step %{customdata[0]}: busy %{customdata[1]:.3g} % of the time<extra></extra>",
+    },
+  ];
+}
+
+function shareOf(busy, { start_s, end_s }) {
+  return end_s > start_s ? Math.min(1, busy / (end_s - start_s)) : 0;
+}
+
+// Lag of the trained tokens, and what attempts wait for, over the steps of an asynchronous run.
+function attemptCharts(run) {
+  const named = (prefix) => run.curves.filter((curve) => curve.name.startsWith(prefix));
+  const lines = (curves, prefix, extra) =>
+    curves.map((curve, place) => ({
+      x: curve.steps,
+      y: curve.values,
+      name: plain(curve.name.slice(prefix.length)).replaceAll("_", " "),
+      mode: curve.steps.length < 30 ? "lines+markers" : "lines",
+      line: { color: PALETTE[place % PALETTE.length], width: 1.8 },
+      hovertemplate: "%{y:.4g}<extra>%{fullData.name}</extra>",
+      ...extra,
+    }));
+  const plot = (traces, title) =>
+    chart(traces, {
+      showlegend: true,
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
+      yaxis: { title: { text: title }, rangemode: "tozero" },
+    });
+  const states = named("rollout/attempts_at_");
+  const groups = ["rollout/open_groups", "rollout/waiting_groups"].map((name) => curveOf(run, name)).filter(Boolean);
+  const lags = named("rollout/lag_");
+  if (!lags.length && !states.length) return [];
+  const card = (title, text, node) => el("section", { class: "card" }, el("h3", {}, title), el("p", { class: "quiet meaning" }, text), node);
+  return [
+    el("h2", {}, "Attempts that go on while the policy trains"),
+    el(
+      "div",
+      { class: "grid" },
+      lags.length
+        ? card("Lag", "How many updates older than the policy its tokens were, at the step that trained on them.", plot(lines(lags, "rollout/"), "updates"))
+        : null,
+      states.length
+        ? card("Attempts by what they wait for", "At the end of each step.", plot(lines(states, "rollout/attempts_at_", { stackgroup: "all" }), "attempts"))
+        : null,
+      groups.length
+        ? card("Groups", "Open: under way or done. Waiting: done, for a step to train on them.", plot(lines(groups, "rollout/"), "groups"))
+        : null,
+    ),
+  ];
 }
 
 function roleRows(run) {
@@ -117,7 +188,7 @@ function timelineTab() {
     ];
   const asynchronous = Number(run.settings["loop.max_policy_lag"]) > 0;
   const note = asynchronous
-    ? "The engines of this run sample all the time; their row shows when the loop waited for them. How idle they were is rollout/engine_idle_fraction."
+    ? "The engines of this run sample all the time and have a row each: the stronger its colour, the more of a step's time the engine was busy (time/engine_idle_fraction is the rest). The driver's rollout is its wait for them."
     : "A role that has no bar waits. The driver is the loop itself: what needs no role of its own, such as syncs of weights.";
   const last = steps.slice(-10);
   const holder = el("div", { class: "card" });
@@ -135,6 +206,7 @@ function timelineTab() {
     holder,
     el("h2", {}, "Roles over the whole run"),
     el("div", { class: "card" }, table(["role", "busy", "waiting", "share waiting", "phases"], roleRows(run))),
+    ...attemptCharts(run),
   );
   return parts;
 }

@@ -4,8 +4,8 @@ const COLOURINGS = {
   mask: {
     title: "who wrote it",
     legend: [
-      ["policy, in the loss", "rgba(42,157,111,.38)"],
-      ["policy, not in the loss", "rgba(224,123,57,.4)"],
+      ["policy, in the loss", "rgba(0,114,178,.32)"],
+      ["policy, not in the loss", "rgba(213,94,0,.38)"],
       ["given", "transparent"],
     ],
   },
@@ -13,26 +13,26 @@ const COLOURINGS = {
     title: "log-probability (engine)",
     legend: [
       ["certain", "transparent"],
-      ["2.5 nats", "rgba(184,79,184,.35)"],
-      ["5 nats or more: a surprise", "rgba(184,79,184,.7)"],
+      ["2.5 nats", "rgba(204,121,167,.35)"],
+      ["5 nats or more: a surprise", "rgba(204,121,167,.7)"],
     ],
   },
   gap: {
     title: "gap between trainer and engine",
     needs: "trainer_logprobs",
     legend: [
-      ["trainer likelier", "rgba(47,111,222,.6)"],
+      ["trainer likelier", "rgba(0,114,178,.6)"],
       ["equal", "transparent"],
-      ["engine likelier", "rgba(209,73,91,.6)"],
+      ["engine likelier", "rgba(213,94,0,.6)"],
     ],
   },
   advantage: {
     title: "advantage",
     needs: "advantages",
     legend: [
-      ["made less likely", "rgba(209,73,91,.6)"],
+      ["made less likely", "rgba(213,94,0,.6)"],
       ["none", "transparent"],
-      ["made more likely", "rgba(42,157,111,.6)"],
+      ["made more likely", "rgba(0,114,178,.6)"],
     ],
   },
   version: { title: "version of the weights", legend: [] },
@@ -56,23 +56,23 @@ function diverging(value, most, low, high) {
 // Returns the colour of each token.
 function tokenColours(tokens, by) {
   const places = tokens.ids.map((_, place) => place);
-  const [green, red, blue] = ["42,157,111", "209,73,91", "47,111,222"];
+  const [low, high] = ["213,94,0", "0,114,178"];
   if (by === "mask") {
     const inLoss = tokens.in_loss || tokens.sampled;
     return places.map((place) => COLOURINGS.mask.legend[inLoss[place] ? 0 : tokens.sampled[place] ? 1 : 2][1]);
   }
   if (by === "logprob")
     return places.map((place) =>
-      diverging(tokens.sampled[place] ? tokens.rollout_logprobs[place] : 0, 5, "184,79,184", "184,79,184"),
+      diverging(tokens.sampled[place] ? tokens.rollout_logprobs[place] : 0, 5, "204,121,167", "204,121,167"),
     );
   if (by === "gap") {
     const gaps = places.map((place) => gapOf(tokens, place));
     const most = Math.max(0.01, greatest(gaps));
-    return gaps.map((gap) => diverging(gap, most, red, blue));
+    return gaps.map((gap) => diverging(gap, most, low, high));
   }
   if (by === "advantage") {
     const most = greatest(tokens.advantages || []);
-    return places.map((place) => diverging((tokens.advantages || [])[place], most, red, green));
+    return places.map((place) => diverging((tokens.advantages || [])[place], most, low, high));
   }
   const versions = [...new Set(tokens.versions.filter((version) => version >= 0))];
   return places.map((place) =>

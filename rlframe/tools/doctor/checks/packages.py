@@ -9,11 +9,11 @@ from rlframe.tools.doctor.stack import (
     FLASH_ATTENTION,
     GPU,
     LEAST_CUDNN,
-    PACKAGES,
     TRANSFORMER_ENGINE,
     Engine,
     allows,
     package,
+    packages,
     release,
 )
 
@@ -24,14 +24,14 @@ COMPILED = {"vllm": "vllm", "sglang": "sglang-kernel"}
 
 def missing(facts: Facts) -> Iterator[Finding]:
     """Finds packages that rlframe always needs."""
-    for one in PACKAGES:
+    for one in packages(facts.system.python):
         if one.spec and not one.extra and one.name not in facts.packages:
             yield Finding(what=f"{one.name} is missing", mend=f'{INSTALL} "{one.requirement}"')
 
 
 def refused(facts: Facts) -> Iterator[Finding]:
     """Finds releases that pyproject.toml does not allow. Engines are judged by `unmatched` and `untried`."""
-    for one in PACKAGES:
+    for one in packages(facts.system.python):
         version = facts.packages.get(one.name)
         if version and one.name not in COMPILED and not allows(one.spec, version):
             yield Finding(what=f"{one.name} must be {one.spec}, found {version}", mend=f'{INSTALL} "{one.requirement}"')

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rlframe.rollout.served.config import ServedConfig
 from rlframe.tools.explain_gap.rung import Rung, Subject
 
 
@@ -18,15 +19,18 @@ class CudaGraphs(Rung):
 
     def refusal(self, subject: Subject) -> str:
         """See Rung."""
-        if not hasattr(subject.run.rollout, "enforce_eager"):
+        rollout = subject.run.rollout
+        if not isinstance(rollout, ServedConfig):
             return f"rollout.name={subject.engine} neither compiles nor captures graphs"
         if subject.engine == "sglang" and not subject.cuda:
             return "SGLang on a CPU neither compiles nor captures graphs"
-        return "rollout.enforce_eager=true already" if subject.run.rollout.enforce_eager else ""
+        return "rollout.enforce_eager=true already" if rollout.enforce_eager else ""
 
     def settings(self, subject: Subject) -> Mapping[str, Any]:
         """See Rung."""
-        return {"rollout.enforce_eager": True}
+        # Without compilation there is nothing left that rollout.compile could turn off.
+        compiled = {"rollout.compile": True} if hasattr(subject.run.rollout, "compile") else {}
+        return {"rollout.enforce_eager": True} | compiled
 
 
 RUNG = CudaGraphs()

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlframe.megatron.config.options import Fp8Recipe
 from rlframe.megatron.config.train import Dtype
-from rlframe.rollout.base.config import EngineDtype
+from rlframe.rollout.base.config import EngineDtype, Logprobs
 from rlframe.tools.explain_gap.rung import Rung, Subject
 
 
@@ -15,13 +15,14 @@ class NumberFormat(Rung):
     place = 130
     name = "float32"
     question = "Is it rounding, of parameters and activations?"
-    remedy = "train.dtype=float32 rollout.dtype=float32"
+    remedy = "rollout.logprobs=exact (the embedded engine on a CPU), or train.dtype=float32 rollout.dtype=float32"
     cost = "twice the memory of weights and caches, and products at the speed of float32"
 
     def refusal(self, subject: Subject) -> str:
         """See Rung."""
         run = subject.run
-        if run.train.dtype is Dtype.FLOAT32 and run.rollout.dtype in (EngineDtype.AUTO, EngineDtype.FLOAT32):
+        both = run.rollout.number_format(run.train.dtype) is EngineDtype.FLOAT32
+        if both and (run.train.dtype is Dtype.FLOAT32 or run.rollout.logprobs is Logprobs.EXACT):
             return "both sides compute in float32 already"
         if subject.engine == "sglang" and subject.cuda:
             return "SGLang does not compute in float32 on CUDA"

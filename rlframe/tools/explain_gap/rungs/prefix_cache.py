@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rlframe.rollout.served.config import ServedConfig
 from rlframe.tools.explain_gap.rung import Rung, Subject
 
 
@@ -18,9 +19,10 @@ class PrefixCache(Rung):
 
     def refusal(self, subject: Subject) -> str:
         """See Rung."""
-        if not hasattr(subject.run.rollout, "enable_prefix_caching"):
+        rollout = subject.run.rollout
+        if not isinstance(rollout, ServedConfig):
             return f"rollout.name={subject.engine} has no prefix cache"
-        return "" if subject.run.rollout.enable_prefix_caching else "rollout.enable_prefix_caching=false already"
+        return "" if rollout.enable_prefix_caching else "rollout.enable_prefix_caching=false already"
 
     def settings(self, subject: Subject) -> Mapping[str, Any]:
         """See Rung."""

@@ -28,12 +28,22 @@ class Temperature(Rung):
 
     def switch(self, subject: Subject, sides: Sides, sample: Sample, reading: Reading) -> Switched:
         """See Rung."""
+        own = replace(reading, prefill=True)
+        if reading.temperature == 1 and says_the_same(sides, sample, reading, own):
+            return Switched(reading=reading, found="the engine's prefill, at temperature 1, says the same")
         fit = with_temperature(reading, best_fit(sides, sample.first(SEQUENCES), reading))
         too_near = abs(math.log(fit.temperature / reading.temperature)) < LEAST
         if too_near or not closer(sides, sample, reading, fit):
             return Switched(reading=reading, found=f"the engine's logprobs fit temperature {reading.temperature:g}")
         found = f"the engine's logprobs fit temperature {fit.temperature:.2f}, the trainer's is {reading.temperature:g}"
         return Switched(reading=fit, found=found)
+
+
+def says_the_same(sides: Sides, sample: Sample, sampled: Reading, prefill: Reading) -> bool:
+    """Returns whether the engine's sampling is nearer to its own prefill than to the trainer by half."""
+    engine, trainer = sampled.of(sides, sample)
+    own, _ = prefill.of(sides, sample)
+    return gap(engine, own).mean_nats < gap(engine, trainer).mean_nats / 2
 
 
 def best_fit(sides: Sides, sample: Sample, reading: Reading) -> float:

@@ -65,20 +65,26 @@ def on_rank(
 
 
 def facts(trainer: Any, batch: TrainBatch) -> dict[str, Any]:
-    """What this rank is, holds and exports, its logprobs, and the norm of the gradient that an optimizer step sees."""
+    """What this rank is, holds and exports, its logprobs, those that the training pass returns of every other sequence,
+    and the norm of the gradient that an optimizer step sees."""
     cell = EVERY_CELL[0]
+    batch = replace(batch, kept=torch.arange(batch.num_sequences) % 2 == 0)
     dp = Parallel.parse(trainer.setup.train.parallel).dp
     ranks, plan = split(batch, algorithm(cell).token_weights(batch), num_ranks=dp, max_tokens=40)
     mine = ranks[trainer.coordinates.dp_rank].microbatches()
+    weights = trainer.export(list(trainer.layout.tensors), torch.float32)
+    logprobs = trainer.logprobs(mine, reference=False)
+    update = trainer.train([mine], algorithm(cell), first_step=0)[0]
     return {
         "where": trainer.coordinates,
         "shards": trainer.model.shards,
         "shapes": {name: tuple(value.shape) for name, value in trainer.model.parameters.items()},
         "layout": trainer.layout,
         "plan": plan,
-        "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
-        "logprobs": trainer.logprobs(mine, reference=False),
-        "grad_norm": trainer.train([mine], algorithm(cell), first_step=0)[0]["train/grad_norm"].value,
+        "weights": weights,
+        "logprobs": logprobs,
+        "kept_logprobs": update.kept_logprobs,
+        "grad_norm": update.metrics["train/grad_norm"].value,
     }
 
 
@@ -94,10 +100,11 @@ def measure(trainer: Any, cell: Cell, batch: TrainBatch) -> dict[str, Any]:
             mine = [replace(each, batch=replace(each.batch, routes=change(each.batch.routes))) for each in mine]
         if cell.mutation == "wrong_denominator":
             mine = [replace(each, weights=weights_of(each.batch)) for each in mine]
-        metrics = forward.accumulate_gradients(trainer.model, mine, algorithm(cell), temperature=TEMPERATURE)
+        passes = forward.accumulate_gradients(trainer.model, mine, algorithm(cell), temperature=TEMPERATURE)
         gradients = exported_gradients(trainer)
     reports = trainer.coordinates.reports
-    return {"loss": sum(each["train/loss"].value for each in metrics) if reports else 0.0, "gradients": gradients}
+    loss = sum(each.metrics["train/loss"].value for each in passes) if reports else 0.0
+    return {"loss": loss, "gradients": gradients}
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from rlframe.ops.packing import pack
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from tests.until import PATIENCE_S
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "12*13"}}</tool_call><|end|>'
 OPENED = "<|system|>calculator(expression)<|end|><|user|>12*13=<|end|><|assistant|>"
@@ -69,7 +70,7 @@ class Bench:
             run_seed=0,
             max_calls=1,
             max_positions=named.pop("max_positions", 1024),
-            attempt_timeout_s=60,
+            attempt_timeout_s=600,
             environment=config,
         )
 
@@ -256,7 +257,7 @@ def test_an_interrupted_attempt_goes_on_if_its_environment_says_the_same(
     async def run() -> tuple[Bench, Bench, Ended, dict[str, int]]:
         first = Bench(words, talks, config)
         first.runner.start([task()], version=0)
-        await asyncio.wait_for(reached.wait(), 20)
+        await asyncio.wait_for(reached.wait(), PATIENCE_S)
         first.runner.interrupt()
         (begun,) = await first.runner.snapshot()
         first.runner.cancel()
@@ -329,7 +330,7 @@ def test_an_attempt_that_has_forked_goes_on_in_its_last_sequence(words: PreTrain
     async def run() -> tuple[Bench, Ended, dict[str, int]]:
         first = Bench(forgetful, talks, config, rendering=rendering)
         first.runner.start([task()], version=0)
-        await asyncio.wait_for(reached.wait(), 20)
+        await asyncio.wait_for(reached.wait(), PATIENCE_S)
         first.runner.interrupt()
         (begun,) = await first.runner.snapshot()
         first.runner.cancel()

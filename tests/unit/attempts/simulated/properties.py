@@ -107,9 +107,10 @@ def check_ledger(world: World, audited: Run) -> None:
 
 def check_leases(world: World, driver: Driver, audited: Run) -> None:
     """Checks that every lease of the surviving timeline ended once, and that no prompt was passed over."""
-    numbers = sorted(audited.lives)
+    leases = {event.lease: event for event in audited.leased}
+    numbers = sorted(leases)
     assert numbers == list(range(driver.leases.num_taken)), "leases have a number each"
-    prompts = [audited.lives[number].taken[0] for number in numbers]
+    prompts = [leases[number] for number in numbers]
     size = world.settings.num_prompts
     for epoch in range(0, len(prompts) // size):
         leased = {event.prompt for event in prompts[epoch * size : (epoch + 1) * size]}

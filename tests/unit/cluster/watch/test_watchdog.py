@@ -16,6 +16,7 @@ import pytest
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.info import WorkerInfo
+from rlframe.cluster.watch import sight
 from rlframe.cluster.watch import watchdog as module
 from rlframe.cluster.watch.activities import ACTIVITIES, phase, waiting
 from rlframe.cluster.watch.marks import Page
@@ -23,6 +24,13 @@ from rlframe.cluster.watch.watchdog import watching
 from tests.until import PATIENCE_S, until
 
 pytestmark = pytest.mark.later
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has all the time it needs to print its stack."""
+    monkeypatch.setattr(sight, "ANSWER_S", PATIENCE_S)
+
 
 RANK = """
 import sys, time

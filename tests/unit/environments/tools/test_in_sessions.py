@@ -16,6 +16,7 @@ from rlframe.attempts.sessions.pool import SessionPool
 from rlframe.environments.config import EnvironmentConfig
 from tests.unit.environments.tools.test_escapes import bubblewrap as bubblewrap
 from tests.unit.environments.tools.test_tools import PROMPT, called, contents
+from tests.until import PATIENCE_S, until
 
 pytestmark = pytest.mark.later
 
@@ -76,19 +77,16 @@ def test_a_sandbox_ends_with_the_process_that_made_it(bubblewrap: None) -> None:
         try:
             session = await pool.open(PROMPT, seed=0)
             step = asyncio.create_task(session.step(called(("python", {"code": code}))))
-            while not left() and not step.done():
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(PATIENCE_S):
+                while not left() and not step.done():
+                    await asyncio.sleep(0.05)
             assert ends == "step" or left()
             if ends == "kill":
                 pool.close()
             with pytest.raises(SessionFailed) as caught:
                 await step
             assert caught.value.trouble is (Trouble.DIED if ends == "kill" else Trouble.TOOK_TOO_LONG)
-            for _ in range(100):
-                if not left():
-                    return
-                await asyncio.sleep(0.05)
-            raise AssertionError(f"the sandbox lives: {left()}")
+            until(lambda: not left(), what="the sandbox ends")
         finally:
             pool.close()
 

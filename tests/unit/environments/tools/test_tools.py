@@ -200,5 +200,19 @@ def test_a_call_must_end_before_its_attempt_does() -> None:
     assert list(kind.faults(settings, EnvironmentConfig(name="tools", step_timeout_s=60.5))) == []
 
 
+def test_a_tool_must_end_its_call_before_the_call_is_ended() -> None:
+    tools = {"code": {"name": "python", "options": {"timeout_s": 30.0}}, "mine": {"name": "nowhere.py:f"}}
+    config = EnvironmentConfig(name="tools", options={"tools": tools})
+    kind, settings = find_environment(config)
+    (fault,) = kind.faults(settings, config)
+    assert str(fault) == (
+        "environment.options.tools.code.options.timeout_s must be below environment.options.call_timeout_s=30, got "
+        "30.0: which ends the call before the tool can say what it did; raise environment.options.call_timeout_s"
+    )
+    tools["code"]["options"]["timeout_s"] = 29.5
+    kind, settings = find_environment(config)
+    assert list(kind.faults(settings, config)) == []
+
+
 def test_the_built_in_homework_has_the_calculators_own_schema() -> None:
     assert Calculator(CalculatorConfig()).schemas == [CALCULATOR]

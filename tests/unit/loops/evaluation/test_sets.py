@@ -2,11 +2,13 @@
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rlframe.loops.evaluation.evaluate import evaluate_streaming, metrics_of
+from rlframe.loops.evaluation.evaluate import evaluate_streaming, judged, metrics_of
 from rlframe.loops.evaluation.results import RESULTS, result_of, table, write_responses, write_results
 from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.reporting.metrics import is_evaluated
@@ -117,3 +119,22 @@ def test_sets_are_sampled_by_their_own_settings_and_keep_their_order() -> None:
     assert sorted(asked) == [0.0] * 3 + [1.0] * 12
     assert [own.prompt.id for own in first.groups] == ["p2", "p1", "p0"]
     assert [[each.sample_index for each in own.rollouts] for own in second.groups] == [[0, 1, 2, 3]] * 3
+
+
+def test_a_majority_votes_among_the_first_attempts() -> None:
+    # Solved are the answers 8, 2 and none: the second prompt's 2 has two votes of three, the third has no vote at all.
+    groups = [group(0, [0, 1, 0, 1]), group(1, [0, 1, 1, 0]), group(2, [0, math.nan, 0])]
+    said = {0: ["7", "8", "7", "8"], 1: ["1", "2", "2", None], 2: [None, "x", None]}
+    asked: list[Rollout] = []
+
+    def answers(rollouts: Sequence[Rollout]) -> list[str | None]:
+        asked.extend(rollouts)
+        return [said[PROMPTS.index(each.prompt)][each.sample_index] for each in rollouts]
+
+    voting = replace(MATH, answers=answers)
+    found = judged(voting, groups, None).metrics()
+    assert len(asked) == 4 + 4 + 2, "an attempt that nothing scored is not asked"
+    # First attempts: 7, 1, none. Of two: 7 and 1 were given first. Of four: 7 again, by two of four, and then 2.
+    assert found["maj_at_1"] == 0 and found["maj_at_2"] == 0
+    assert found["maj_at_4"] == pytest.approx((0 + 1) / 2) and found["maj_at_4_error"] == pytest.approx(0.5)
+    assert "maj_at_1" not in judged(MATH, groups, None).metrics()

@@ -50,7 +50,7 @@ def test_a_page_has_what_the_run_left(tmp_path: Path) -> None:
         "values": [0.1, 0.2, 0.3],
     }
     assert run["curves"][1]["values"] == [None] * 3
-    assert run["warnings"] == [{"text": "four", "of": "m", "first": 1, "last": 2, "count": 2}]
+    assert run["warnings"] == [{"text": "four", "of": "m", "roles": ["driver"], "first": 1, "last": 2, "count": 2}]
     assert [each["step"] for each in run["attempts"]] == [1, 2, 3]
     assert run["times"]["roles"] == [{"role": "policy", "phases": {"train": 1.0}, "idle_s": 0.0}]
     assert run["ended"] == {}
@@ -159,3 +159,21 @@ def test_pages_during_a_run_are_rare_and_the_last_one_is_whole(tmp_path: Path, m
     (output / "report.html").unlink()
     refresh.close(failed=False)
     assert (output / "report.html").exists()
+
+
+def test_profiled_steps_are_linked_from_where_the_page_is(tmp_path: Path) -> None:
+    output = run_folder(tmp_path / "run")
+    for step in (2, 10):
+        (output / "profiles" / f"step_{step}" / ".engines_0").mkdir(parents=True)
+        (output / "profiles" / f"step_{step}" / "policy_0.json.gz").touch()
+    (output / "profiles" / "step_10" / "summary.md").touch()
+    (output / "profiles" / "nsys").mkdir()
+    (tmp_path / "compared").mkdir()
+    write_page([output], tmp_path / "compared" / "report.html")
+    [run] = content_of(tmp_path / "compared" / "report.html")["runs"]
+    assert [each["step"] for each in run["profiles"]] == [2, 10]
+    assert run["profiles"][1]["files"] == [
+        {"name": "summary.md", "address": "../run/profiles/step_10/summary.md"},
+        {"name": "policy_0.json.gz", "address": "../run/profiles/step_10/policy_0.json.gz"},
+    ]
+    assert run_of(output)["profiles"][0]["files"][0]["address"] == "profiles/step_2/policy_0.json.gz"

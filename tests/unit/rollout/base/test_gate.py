@@ -7,6 +7,7 @@ import pytest
 
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.utils.errors import WeightSyncFailed
+from tests.until import PATIENCE_S
 
 
 def test_nothing_passes_before_something_is_proved() -> None:
@@ -29,7 +30,7 @@ def test_a_call_waits_for_the_sync_and_gets_the_new_version() -> None:
     time.sleep(0.05)
     assert entered == [] and not gate.verified
     gate.commit(4)
-    waiting.join(5)
+    waiting.join(PATIENCE_S)
     assert entered == [4]
 
 
@@ -46,7 +47,7 @@ def test_a_failed_sync_turns_the_waiting_away_with_its_reason() -> None:
     waiting = threading.Thread(target=enter)
     waiting.start()
     gate.fail("tensor x did not arrive")
-    waiting.join(5)
+    waiting.join(PATIENCE_S)
     enter()
     assert refused == ["the engine holds weights of version 4 that are not verified: tensor x did not arrive"] * 2
 

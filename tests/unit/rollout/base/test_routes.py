@@ -77,6 +77,20 @@ def test_the_embedded_engine_tells_them_of_every_family(name: str, tmp_path: Pat
         assert torch.equal(torch.from_numpy(completion.routes).long().sort(-1).values, expected)
 
 
+def test_the_experts_of_given_tokens_are_those_with_which_they_were_sampled(tmp_path: Path):
+    engine = start(make_with_tokenizer("qwen3_moe", tmp_path))
+    requests = make_requests(3, sampling=SamplingParams(max_tokens=12))
+    completions = engine.generate(requests)
+    sequences = [ask.input.then(got.token_ids) for ask, got in zip(requests, completions, strict=True)]
+    scored = engine.score_with_routes(sequences)
+    assert [each.logprobs for each in scored] == engine.score(sequences)
+    for sequence, given, sampled in zip(sequences, scored, completions, strict=True):
+        assert given.routes is not None and sampled.routes is not None
+        assert len(given.routes) == len(sequence) - 1
+        # Sets: how far rounding orders equal choices differs between one token and many.
+        assert np.array_equal(np.sort(given.routes, -1), np.sort(sampled.routes, -1))
+
+
 def test_tokens_before_a_sync_within_the_response_keep_what_they_were_sampled_with(tmp_path: Path):
     folder = make_with_tokenizer("qwen3_moe", tmp_path / "old")
     engine = start(folder)

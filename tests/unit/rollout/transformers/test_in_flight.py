@@ -14,6 +14,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import WeightSyncFailed
 from tests.rollout_models import make_requests, make_with_tokenizer
+from tests.until import PATIENCE_S, until
 
 FORCED = SamplingParams(max_tokens=9, min_tokens=9)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=9)
@@ -46,8 +47,7 @@ def while_decoding(
         seen.append(1)
         if len(seen) == forward:
             acting.start()
-            while not engine._control.wanted:
-                pass
+            until(lambda: engine._control.wanted or not acting.is_alive(), every_s=0.0)
         return original(*arguments, **named)
 
     engine.model.forward = watched
@@ -57,7 +57,7 @@ def while_decoding(
         return error
     finally:
         engine.model.forward = original
-        acting.join(10)
+        acting.join(PATIENCE_S)
         assert not acting.is_alive()
 
 
@@ -175,8 +175,7 @@ def test_an_abort_by_name_does_not_wait_for_the_sync_that_has_begun(folder: Path
     def abort_and_sync() -> None:
         engine.gate.begin(1)
         engine.abort(["a"])
-        while engine._control.wanted:
-            pass
+        until(lambda: not engine._control.wanted, every_s=0.0)
         engine.pause()
         for mine, new in zip(engine.model.parameters(), other.model.parameters(), strict=True):
             mine.copy_(new)

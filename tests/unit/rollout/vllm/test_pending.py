@@ -10,7 +10,7 @@ import pytest
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import PendingRequest, spelled
 from rlframe.rollout.vllm.launch import keep_merged_routes
-from rlframe.rollout.vllm.pending import follow, prompt, take
+from rlframe.rollout.vllm.pending import follow, prompt, score, take
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
 from rlframe.utils.errors import RlframeError
@@ -166,6 +166,29 @@ def test_routes_come_with_the_last_piece_and_cover_all_but_the_last_token():
     assert followed(None, "abort").completion().routes is None
     with pytest.raises(RlframeError, match=r"shape \(2, 2, 2\) for 2 tokens, got 4 numbers"):
         followed(rows[:1], "stop")
+
+
+class Scoring:
+    """An engine that has answered a scoring request for three tokens."""
+
+    def __init__(self, routed: np.ndarray | None):
+        flat = SimpleNamespace(token_ids=[8, 7], logprobs=[-1.0, -2.0])
+        self._output = SimpleNamespace(prompt_logprobs=flat, outputs=[SimpleNamespace(routed_experts=routed)])
+
+    async def generate(self, *arguments: Any) -> AsyncIterator[Any]:
+        yield self._output
+
+
+def test_a_scored_prompt_has_the_experts_of_all_tokens_but_the_last():
+    pytest.importorskip("vllm")
+    routers = Routers(num_layers=1, layers=(0,), experts_per_token=2, num_experts=4)
+    # vLLM has those of the last token too, because one token is sampled after it.
+    rows = np.array([[[3, 1]], [[0, 2]], [[1, 2]]])
+    sequence = ModelInput((9, 8, 7))
+    scored = asyncio.run(score(sequence, Scoring(rows), name="s", routers=routers))
+    assert scored.logprobs == [-1.0, -2.0]
+    assert scored.routes is not None and scored.routes.tolist() == [[[3, 1]], [[0, 2]]]
+    assert asyncio.run(score(sequence, Scoring(None), name="s")).routes is None
 
 
 def test_routes_survive_the_merging_of_pieces(monkeypatch: pytest.MonkeyPatch):

@@ -128,3 +128,12 @@ def test_nodes_are_asked_for_folders_and_packages_of_the_run(tmp_path: Path) -> 
     assert needs.files["model.path"] == f"{tmp_path}/model/config.json"
     assert needs.packages == {"rollout.name": "vllm"}
     assert cluster.needs(run_of(), tmp_path).files == {}, "the embedded model comes with rlframe"
+
+
+def test_nodes_are_not_asked_for_models_of_training_where_nothing_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "critic").mkdir()
+    ppo = ("algorithm=ppo", f"critic.model.path={tmp_path}/critic")
+    assert list(cluster.needs(run_of(*ppo), tmp_path).files) == ["critic.model.path"]
+    for mode in ("evaluate", "generate"):
+        assert cluster.needs(run_of(*ppo, f"mode={mode}"), tmp_path).files == {}
+    assert cluster.needs(run_of(f"critic.model.path={tmp_path}/critic"), tmp_path).files == {}

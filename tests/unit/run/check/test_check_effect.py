@@ -19,6 +19,22 @@ AHEAD = ["cluster.colocate=false", "loop.max_policy_lag=2"]
             "checkpoint.best_mode has no effect with keep_best=0, got min; remove it",
         ),
         (
+            "sft_qwen3_moe_tiny",
+            ["alerts.truncated.limit=0.8"],
+            "alerts.truncated.limit has no effect with algorithm.name=sft, got 0.8; remove it",
+        ),
+        (
+            "sft_qwen3_moe_tiny",
+            ["alerts.stop=[not_finite,reward_flat]"],
+            "alerts.stop must not name reward_flat, got ['not_finite', 'reward_flat']: algorithm.name=sft samples "
+            "nothing, so that it never comes; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
+            ["+alerts.own.mine.name=truncated"],
+            "alerts.own.mine.name must be path/to/file.py:Name or package.module:Name, got 'truncated'",
+        ),
+        (
             "grpo_qwen3_moe",
             ["checkpoint.export=false", "checkpoint.export_dtype=float32"],
             "checkpoint.export_dtype has no effect with export=false and export_every_steps=0, got float32; remove it",

@@ -94,7 +94,7 @@ def test_what_cannot_work_is_refused(overrides: list[str], expected: str) -> Non
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["mode=evalute"], "mode must be one of train, evaluate, generate, got 'evalute'"),
+        (["mode=evalute"], "mode must be one of train, evaluate, generate, self_test, got 'evalute'"),
         (
             ["evaluation.sets.math.path=arithmetic", "evaluation.sets.math.samples_per_prompt=8"],
             "evaluation.sets.math.samples_per_prompt must be 1 with temperature=0, got 8: greedy responses to a prompt",
@@ -102,6 +102,10 @@ def test_what_cannot_work_is_refused(overrides: list[str], expected: str) -> Non
         (
             ["evaluation.sets.math.path=arithmetic", "evaluation.sets.math.solved_reward=0.5"],
             "evaluation.sets.math.solved_reward has no effect with samples_per_prompt=1",
+        ),
+        (
+            ["evaluation.sets.math.path=arithmetic", "evaluation.sets.math.majority=exact_match"],
+            "evaluation.sets.math.majority has no effect with samples_per_prompt=1, which gives no maj@k",
         ),
         (["evaluation.sets.held_out.path=arithmetic"], "evaluation.sets must have names of letters"),
         (["evaluation.sets.math.temperature=1"], "evaluation.sets.math.path must be"),
@@ -111,6 +115,18 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], e
     with pytest.raises(ConfigError) as refusal:
         load("grpo_qwen3_moe", overrides)
     assert expected in str(refusal.value)
+
+
+def test_a_majority_needs_a_reward_that_reads_answers(tmp_path: Path) -> None:
+    voting = [f"evaluation.sets.math.{each}" for each in ("path=arithmetic#8", "samples_per_prompt=2", "temperature=1")]
+    assert faults(*voting, "evaluation.sets.math.majority=exact_match") == []
+    (fault,) = faults(*voting, "evaluation.sets.math.majority=exact_mach")
+    assert fault.endswith("must be one of reward.parts, exact_match, got 'exact_mach'; did you mean exact_match?")
+    (tmp_path / "own.py").write_text("def score(response, answer):\n    return 1.0\n")
+    own = f"reward.parts.mine.name={tmp_path}/own.py:score"
+    (fault,) = faults(*voting, own, "evaluation.sets.math.majority=mine")
+    assert "majority must name a reward part that says which answer a response gives, got mine: " in fault
+    assert "def extract(self, attempt: Attempt) -> str | None" in fault
 
 
 def test_a_set_without_the_answers_that_a_reward_needs_is_refused(prompts: Path) -> None:

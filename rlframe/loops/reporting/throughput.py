@@ -1,0 +1,88 @@
+"""Tokens and operations that a device gets done in each phase of a step."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int
+
+FORWARD, TRAINING = 1, 3
+"""Passes of a phase, in forward passes: a backward pass counts as two."""
+PHASES = {
+    "train": ("policy", TRAINING),
+    "old_logprobs": ("policy", FORWARD),
+    "reference": ("policy", FORWARD),
+    "critic": ("critic", TRAINING),
+    "values": ("critic", FORWARD),
+}
+"""Role and passes of each phase that computes every token of the step's sequences."""
+ROLLOUT = "rollout"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The devices of a role, and the operations of its model."""
+
+    devices: int
+    operations: Callable[[float], float]
+    """Returns the floating-point operations of a token's forward pass, given the number of tokens of its sequence: in
+    the mean over tokens, which is the sum of the squares of the sequences' tokens over their sum."""
+    epochs: int = 1
+    """Number of times that a batch is trained on."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Throughput:
+    """Measures phases by tokens a second and device, and by the share of the device's peak (MFU)."""
+
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    """By role: policy, critic, and rollout for the engines."""
+    peak: float | None = None
+    """Operations a second of a device. None if it is not known: no MFU is claimed then."""
+    samples_ahead: bool = False
+    """Whether engines sample during the whole step, not in the phase `rollout` only."""
+
+    def of_training(self, times: Mapping[str, float], lengths: Int[np.ndarray, " R"]) -> dict[str, float]:
+        """Returns `throughput/PHASE_...` of the phases that compute every token.
+
+        Args:
+            times: the step's `time/PHASE_s`.
+            lengths: tokens of each sequence, prompt included.
+        """
+        found: dict[str, float] = {}
+        mean = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())
+        for phase, (role, passes) in PHASES.items():
+            if (seconds := times.get(f"time/{phase}_s")) and (shape := self.shapes.get(role)):
+                tokens = int(lengths.sum()) * (shape.epochs if passes == TRAINING else 1)
+                found |= self._rates(phase, shape, tokens, seconds, passes * shape.operations(mean))
+        return found
+
+    def of_sampling(
+        self, times: Mapping[str, float], lengths: Int[np.ndarray, " R"], sampled: Int[np.ndarray, " R"]
+    ) -> dict[str, float]:
+        """Returns `throughput/rollout_...` of the tokens that were sampled. Prompts are left out, which caches may
+        spare.
+
+        Args:
+            sampled: tokens of each sequence that the policy sampled.
+        """
+        seconds = times.get("time/step_s" if self.samples_ahead else "time/rollout_s")
+        shape = self.shapes.get(ROLLOUT)
+        if not seconds or shape is None or not sampled.any():
+            return {}
+        # The last token of a sequence sees all others, the first sampled one the prompt: half their sum in the mean,
+        # and an operation count that is given a length expects half of that.
+        mean = float((sampled * (2.0 * lengths - sampled)).sum() / sampled.sum())
+        return self._rates(ROLLOUT, shape, int(sampled.sum()), seconds, shape.operations(mean))
+
+    def _rates(self, phase: str, shape: Shape, tokens: int, seconds: float, operations: float) -> dict[str, float]:
+        """Returns the metrics of a phase.
+
+        Args:
+            operations: of a token.
+        """
+        rate = tokens / seconds / shape.devices
+        found = {f"throughput/{phase}_tokens_per_s_device": rate}
+        if self.peak:
+            found[f"throughput/{phase}_mfu_fraction"] = rate * operations / self.peak
+        return found

@@ -1,0 +1,82 @@
+"""Faults in what a run says of itself: statistics, norms by part, throughput, alerts."""
+
+from tests.mutations.mutation import Mutation, faults
+
+UPDATES = "tests/multiprocess/megatron/test_updates.py"
+RESPONSES = "tests/unit/ops/test_responses.py"
+ALERTS = "tests/unit/loops/alerts/test_alerts.py"
+THROUGHPUT = "tests/unit/loops/test_throughput.py"
+BUSY = "tests/unit/attempts/test_busy.py"
+
+MUTATIONS: list[Mutation] = [
+    *faults(
+        "rlframe/megatron/worker/norms.py",
+        UPDATES,
+        ("a rank's norm is the world's", "        dist.all_reduce(values)\n", ""),
+        ("the decay is no part of the update", "alpha=decay", "alpha=0.0"),
+        ("moments are not corrected for their start", "/ (1 - beta1**num_steps)", "/ 1"),
+        ("norms of layers are attention", '    "norms": re.compile(r"norm\\.(weight|bias)$"),\n', ""),
+    ),
+    *faults(
+        "rlframe/ops/responses.py",
+        RESPONSES,
+        (
+            "quantiles are one rank low",
+            "math.ceil(fraction * len(ordered)) - 1",
+            "math.ceil(fraction * len(ordered)) - 2",
+        ),
+        ("4-grams of all sequences are compared", "sequence[starts] << PLACE_BITS | found", "found"),
+        ("4-grams cross into the next sequence", ">= NGRAM)", ">= 0)"),
+    ),
+    *faults(
+        "rlframe/loops/alerts/rules.py",
+        ALERTS,
+        (
+            "steps are counted, not steps in a row",
+            "else 0\n        if self._in_a_row",
+            "else self._in_a_row\n        if self._in_a_row",
+        ),
+        (
+            "a gap is compared with the steps before",
+            "del values[first : max(first, len(values) - self.config.steps)]",
+            "del values[: -self.config.steps - first]",
+        ),
+        ("any rise is learning", "now - before >= self.config.errors * error", "now >= before"),
+        ("faster is slow", "last * self.config.factor <= earlier", "last >= self.config.factor * earlier"),
+    ),
+    *faults(
+        "rlframe/loops/alerts/watch.py",
+        ALERTS,
+        ("an alert is said at each step", "and name not in self._said", ""),
+        (
+            "a resumed run knows nothing",
+            '                list(self._found(record["step"], record))\n',
+            "                pass\n",
+        ),
+    ),
+    *faults(
+        "rlframe/loops/stop.py",
+        ALERTS,
+        ("an alert saves what is not due", "return self._saves", "return True"),
+    ),
+    *faults(
+        "rlframe/loops/reporting/throughput.py",
+        THROUGHPUT,
+        ("sampled tokens see the prompt only", "sampled * (2.0 * lengths - sampled)", "sampled * (lengths - sampled)"),
+        ("epochs count once", "* (shape.epochs if passes == TRAINING else 1)", "* 1"),
+        (
+            "lengths are averaged over sequences",
+            "(lengths.astype(np.float64) ** 2).sum() / lengths.sum()",
+            "lengths.mean()",
+        ),
+    ),
+    *faults(
+        "rlframe/attempts/busy.py",
+        BUSY,
+        (
+            "calls that overlap count twice",
+            "        if not self.running:\n            self._since = time",
+            "        if True:\n            self._since = time",
+        ),
+    ),
+]

@@ -221,10 +221,10 @@ def dropped_end() -> None:
 
 
 def doubled_token() -> None:
-    """The first sequence of each batch is there in the place of the second too."""
+    """The first sequence of each batch is there in the place of the last too."""
 
     def plant(batch: Any) -> Any:
-        return batch.select([0, 0, *range(2, batch.num_sequences)])
+        return batch.select([*range(batch.num_sequences - 1), 0])
 
     in_batch(plant)
 

@@ -1,4 +1,4 @@
-"""What a configuration has that its recipe has not, for runs that no command line describes."""
+"""The difference between a configuration and its recipe, for runs that no command line describes."""
 
 import json
 from typing import Any

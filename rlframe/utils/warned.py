@@ -60,7 +60,7 @@ class OwnWarnings(logging.Handler):
             self._note(of, text)
 
     def _warned(self, message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
-        """Is called where Python shows a warning."""
+        """Notes a warning that Python shows."""
         self._shown(message, category, filename, *rest)
         if not issubclass(category, ABOUT_CODE) and is_own(filename):
             self.note(Path(filename).stem, str(message))

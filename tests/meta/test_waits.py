@@ -28,6 +28,7 @@ NO_WAIT = {"HydraConfig.get", "sys.exception"}
 IN_A_CALL = "inside a call of a rank or an engine, whose limit the driver keeps"
 ENDED = "of what has ended: killed, closed, or done by the line before"
 WATCHED = "its own waits have limits, and the watchdog's are around it"
+SAMPLES = "the thread writes one file to the run's folder, as the driver itself does elsewhere"
 ALLOWED = {
     "rlframe/attempts/endpoint/agents.py:_until_over": ENDED,
     "rlframe/attempts/endpoint/desk.py:close": ENDED,
@@ -52,6 +53,10 @@ ALLOWED = {
     "rlframe/environments/verifiers/__init__.py:step": ENDED,
     "rlframe/loops/saving/checkpoints.py:finish": WATCHED,
     "rlframe/loops/saving/checkpoints.py:abandon": WATCHED,
+    "rlframe/loops/reporting/samples.py:close": SAMPLES,
+    "rlframe/loops/reporting/samples.py:rewind": SAMPLES,
+    "rlframe/loops/reporting/samples.py:wait": SAMPLES,
+    "rlframe/loops/reporting/samples.py:write": SAMPLES,
     "rlframe/loops/reporting/uploads.py:run": "the thread that waits for metrics has nothing else to do",
     "rlframe/rollout/served/recording.py:random_weights": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:generate": IN_A_CALL,

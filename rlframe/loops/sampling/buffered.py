@@ -85,7 +85,7 @@ class BufferedSampler(Sampler):
         self._begun_s: dict[int, float] = {}
         """Time at which the attempts of each open lease began."""
         self._load: Load | None = None
-        """How busy the engines were at the last look."""
+        """Load of the engines at the last look."""
 
     @property
     def in_flight(self) -> bool:

@@ -42,10 +42,9 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     rollout = models.rollout(parts, placement)
     apart = models.evaluation_engines(parts, placement)
     models_trained = trained(parts, placement, algorithm)
-    policy = models_trained.policy
     attempts = models.attempts(parts, rollout)
     start(parts, models_trained, [rollout, apart] if apart else [rollout])
-    weight_sync = synced(parts, policy, rollout)
+    weight_sync = synced(parts, models_trained.policy, rollout)
     parts.start_up.done("weight sync")
     rollout.rejoin, rollout.restore, rollout.audit = weight_sync.rejoin, weight_sync.restore, weight_sync.audit_if_due
     metrics = parts.metrics()
@@ -75,7 +74,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         scorer=scorer,
         leases=leases,
         sampler=recorded(parts, source, phase) if config.rollout.record else source,
-        policy=policy,
+        policy=models_trained.policy,
         critic=models_trained.critic,
         weight_sync=weight_sync,
         in_flight_updates=config.loop.max_policy_lag == 0 or config.loop.in_flight_updates,
@@ -86,9 +85,9 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         throughput=throughput(parts, algorithm, critic=algorithm.critic),
         export=models_trained.exporter(parts),
         evaluation_sets=sets,
-        evaluation=evaluation(parts, policy, attempts, apart, sets) if ahead(config) else None,
+        evaluation=evaluation(parts, models_trained.policy, attempts, apart, sets) if ahead(config) else None,
         teacher=models_trained.teacher,
-        probe=probe(parts, policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
+        probe=probe(parts, models_trained.policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
 
 

@@ -34,7 +34,7 @@ class Package:
 PACKAGES = (
     Package(name="torch", spec=">=2.11,<2.14"),
     Package(name="megatron-core", spec=">=0.16.1,<0.17", python="<3.12"),
-    Package(name="megatron-core", spec=">=0.19.2,<0.20", python=">=3.12"),
+    Package(name="megatron-core", spec=">=0.16.1,<0.20", python=">=3.12"),
     Package(name="ray", spec=">=2.50,<2.61", parts="default"),
     Package(name="transformers", spec=">=5.5,<6"),
     Package(name="transformer-engine", spec=">=2.9,<2.21", parts="core_cu13,pytorch", extra="cuda"),

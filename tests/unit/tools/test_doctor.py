@@ -81,8 +81,8 @@ CASES = [
     (
         with_packages(**{"megatron-core": "0.20.0"}),
         True,
-        "megatron-core must be >=0.19.2,<0.20, found 0.20.0",
-        'pip install "megatron-core>=0.19.2,<0.20"',
+        "megatron-core must be >=0.16.1,<0.20, found 0.20.0",
+        'pip install "megatron-core>=0.16.1,<0.20"',
     ),
     (
         replace(GOOD, system=replace(GOOD.system, python="3.11.7")),

@@ -30,8 +30,8 @@ def norms(rank: int, init_method: str, folder: str) -> dict[str, float]:
         )  # fmt: skip
         batch = sequences()
         ((share,), _) = split(batch, weights_of(batch), num_ranks=1, max_tokens=1000)
-        (metrics,) = Trainer(setup).train([share.microbatches()], Weighted(), first_step=0)
-        found[name] = float(metrics["train/grad_norm"].value)
+        (update,) = Trainer(setup).train([share.microbatches()], Weighted(), first_step=0)
+        found[name] = float(update.metrics["train/grad_norm"].value)
         parallel.shutdown()
     return found
 

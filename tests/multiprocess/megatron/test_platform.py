@@ -198,6 +198,6 @@ def scenario(rank: int, folder: pathlib.Path) -> None:
     save(trainer, folder / "checkpoint")
     trainer.load(folder / "checkpoint", num_optimizer_steps=1)
     (after,) = trainer.train([share.microbatches()], algorithm, first_step=1)
-    assert all(torch.isfinite(torch.tensor(step["train/grad_norm"].value)) for step in (before, after))
+    assert all(torch.isfinite(torch.tensor(step.metrics["train/grad_norm"].value)) for step in (before, after))
     assert len(torch.cuda._queued_calls) == queued, "calls pile up that wait for CUDA"
     model.build(DEEPSEEK, DEEPSEEK.architecture(SMALL_LATENT), setup.train, device=setup.device)

@@ -130,7 +130,7 @@ def two_steps(trainer: Any, own: list[Microbatch]) -> dict[str, Any]:
         slept = sleep_and_wake(trainer)
         results += trainer.train([own[::-1]], Weighted(), first_step=1)
     return {
-        "metrics": [{key: metric.value for key, metric in step.items()} for step in results],
+        "metrics": [{key: metric.value for key, metric in step.metrics.items()} for step in results],
         "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
         "slept": slept,
     }

@@ -17,6 +17,8 @@ from rlframe.utils.errors import DataError
 from tests.unit.data.chunks import failing_from_14, killing, places_and_process
 from tests.unit.data.marks import TURNS, with_template, write
 
+pytestmark = pytest.mark.later
+
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from rlframe.utils.errors import DataError
 from tests.unit.data.marks import write
 from tests.unit.data.test_cache import ROWS, plain
 
+pytestmark = pytest.mark.later
+
 
 def stream_of(
     config: DataConfig, tokenizer: PreTrainedTokenizerFast, kind: str = "examples", **settings: int

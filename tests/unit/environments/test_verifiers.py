@@ -25,6 +25,8 @@ from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Group, SamplingParams
 from rlframe.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.later
+
 pytest.importorskip("verifiers")
 GUESSING = "verifiers:tests.unit.environments.guessing"
 HINTING = f"verifiers:{Path(__file__).with_name('hinting.py')}"

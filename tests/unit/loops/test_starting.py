@@ -3,9 +3,12 @@
 import socket
 from pathlib import Path
 
+import pytest
+
 from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.activities import ACTIVITIES, Activity
 from rlframe.cluster.watch.marks import Page
+from rlframe.loops.reporting import starting
 from rlframe.loops.reporting.starting import awaited
 
 
@@ -18,7 +21,9 @@ def worker(rank: int, folder: Path = Path("/nowhere")) -> WorkerInfo:
     return WorkerInfo(role="policy", rank=rank, node_id="n", host=socket.gethostname(), address="", pid=1, log=log)
 
 
-def test_each_stage_has_its_words() -> None:
+def test_each_stage_has_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The runner of the tests may be an import itself.
+    monkeypatch.setattr(starting, "importing", str)
     assert awaited() == "checks of the configuration and the data"
     with ACTIVITIES.doing(activity("the run", is_run=True)):
         assert awaited() == "data and plans, in the driver"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,8 @@ from rlframe.weight_sync.layout.memory import MemoryLayout, record, record_loade
 from rlframe.weight_sync.plan.planner import Copy, Plan, make_plan
 from rlframe.weight_sync.proof.digest import digest
 from rlframe.weight_sync.proof.shares import cover
+
+pytestmark = pytest.mark.later
 
 MOST_RANKS = 8
 SIZES = [1, 2, 4]

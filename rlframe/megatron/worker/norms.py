@@ -38,6 +38,10 @@ def part_of(name: str) -> str:
     return next(part for part, pattern in PARTS.items() if pattern.search(name))
 
 
+PIECE = 1 << 24
+"""Number of elements for which an update is computed at once: 64 MiB for each of its three tensors."""
+
+
 class Norms:
     """Measures an optimizer step. Must be used on all ranks together: `gradient` before the step, `update` after it."""
 
@@ -74,11 +78,11 @@ class Norms:
         changes: dict[str, list[Tensor]] = {part: [] for part in PARTS}
         weights: dict[str, list[Tensor]] = {part: [] for part in PARTS}
         for name, part, parameter, _, group in self._counted():
-            tensors = moments.tensors_of(part, parameter)
-            # On the parameter's device, wherever the optimizer keeps its state: nothing waits here.
-            change = change_of(tensors, group, num_steps=num_steps).square().sum()
-            changes[name].append(change.to(parameter.device))
-            weights[name].append(tensors["param"].float().square().sum().to(parameter.device))
+            for tensors in pieces(moments.tensors_of(part, parameter)):
+                # On the parameter's device, wherever the optimizer keeps its state: nothing waits here.
+                change = change_of(tensors, group, num_steps=num_steps).square().sum()
+                changes[name].append(change.to(parameter.device))
+                weights[name].append(tensors["param"].float().square().sum().to(parameter.device))
         total = self._over_world([sum_of(each[part]) for each in (changes, weights) for part in PARTS])
         changed, held = (dict(zip(PARTS, half, strict=True)) for half in (total[: len(PARTS)], total[len(PARTS) :]))
         ratios = {f"train/update_ratio_{part}": (changed[part] / held[part]) ** 0.5 for part in PARTS if held[part]}
@@ -108,6 +112,14 @@ def squares_of(tensors: list[Tensor]) -> float:
 def sum_of(numbers: list[Tensor]) -> float:
     """Returns the sum of numbers on one device."""
     return float(torch.stack(numbers).double().sum()) if numbers else 0.0
+
+
+def pieces(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yields tensors of one size in pieces of at most PIECE elements, so that what is computed from them is small beside
+    them."""
+    flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
+    for start in range(0, tensors["param"].numel(), PIECE):
+        yield {name: tensor[start : start + PIECE] for name, tensor in flat.items()}
 
 
 def change_of(tensors: dict[str, Tensor], group: Any, *, num_steps: int) -> Tensor:

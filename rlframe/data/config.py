@@ -105,7 +105,7 @@ class DataConfig:
     """Greatest number of tokens of a prompt. Longer prompts are dropped and counted. Sequences of offline training are
     limited as a whole, by `train.max_tokens_per_microbatch`."""
     num_processes: Annotated[int | None, Range(1, 1024)] = None
-    """Number of processes that render and tokenise records. null is one for each 5000 conversations, at most one for
+    """Number of processes that render and tokenise records. null is one for each 20,000 conversations, at most one for
     each core. Results do not depend on it."""
     cache_folder: Annotated[str | None, PathText()] = AUTO
     """Folder in which records of files above 32 MB, and the tokenised items of offline training, are kept for later

@@ -27,9 +27,9 @@ Work = Callable[[Sequence[X]], T]
 is lost."""
 CHUNK = 512
 """Number of conversations that a process is given at a time."""
-PER_PROCESS = 5000
-"""Least number of conversations for which a further process is started unasked: one takes seconds to import
-transformers."""
+PER_PROCESS = 20_000
+"""Least number of conversations for which a further process is started unasked: importing transformers takes one as
+long as so many short conversations."""
 AHEAD = 2
 """Number of chunks for each process that are at work or wait to be taken."""
 
@@ -38,7 +38,7 @@ def num_processes(asked: int | None, count: int) -> int:
     """Returns the number of processes for `count` conversations.
 
     Args:
-        asked: `data.num_processes`. None is a process for each 5000, at most one for each core.
+        asked: `data.num_processes`. None is a process for each 20,000, at most one for each core.
     """
     if asked is None:
         asked = min(len(os.sched_getaffinity(0)), count // PER_PROCESS)

@@ -115,8 +115,8 @@ def sum_of(numbers: list[Tensor]) -> float:
 
 
 def pieces(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yields tensors of one size in pieces of at most PIECE elements, so that what is computed from them is small beside
-    them."""
+    """Yields tensors of one size in pieces of at most PIECE elements. What is computed from a piece is small beside the
+    tensors."""
     flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
     for start in range(0, tensors["param"].numel(), PIECE):
         yield {name: tensor[start : start + PIECE] for name, tensor in flat.items()}

@@ -1,8 +1,8 @@
 """A pool does what it is given, whatever it is, and a task that misbehaves costs itself alone."""
 
-import select
 import time
 from collections.abc import Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_an_answer_that_came_in_time_counts_though_nobody_was_there_to_read_it(m
         looks.append(wait(workers, *arguments, **named))
         if len(looks) != 2:
             return looks[-1]
-        until(lambda: select.select(workers[0].readable, [], [], 0)[0])
+        until(lambda: connection.wait(workers[0].readable, 0))
         until(lambda: time.monotonic() > workers[0].deadline)
         return set()
 

@@ -126,7 +126,7 @@ def test_what_a_reward_prints_goes_to_the_log(tmp_path: Path, caplog: pytest.Log
         ("import os; print('last words'); os._exit(3)", r"exit code 3.*it printed last: last words"),
         ("import os; os.kill(os.getpid(), 9)", r"exit code -9"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("import os\nfor d in range(3, 50):\n    try: os.write(d, b'x')\n    except OSError: pass\n", "cannot start"),
+        ("import os\nfor d in range(3, 4096):\n    try: os.write(d, b'x')\n    except OSError: pass\n", "cannot start"),
     ],
 )
 def test_a_file_that_leaves_while_it_is_imported_is_a_sentence(tmp_path: Path, code: str, sentence: str) -> None:

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,15 +29,16 @@ from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
-from rlframe.rollout.fleet.worker import RolloutSetup, RolloutWorker
+from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, SamplingParams, members
-from rlframe.utils.errors import EngineDied, WeightSyncFailed, WorkerDied
+from rlframe.types.rollout import FinishReason, GenerationRequest, Group, SamplingParams, members
+from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
+from tests.multiprocess.actors.faults import die_at, fast, hold, in_both, in_engine, slow
 from tests.rollout_models import EOS, make_with_tokenizer
-from tests.until import under_a_fair_limit, until
+from tests.until import under_a_fair_limit
 
 PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput(tuple(range(5, 7 + 3 * index)))) for index in range(5)]
 
@@ -216,26 +217,6 @@ def test_an_attempt_without_room_for_another_response_ends_by_length(group: Roll
     short.close()
 
 
-def in_engine(
-    group: RolloutGroup, engine: int, fault: Callable[..., None], *arguments: object, **named: object
-) -> None:
-    """Runs `fault(worker, ...)` there."""
-    actor = group.workers.actors[engine]
-    group.workers.wait([actor.__ray_call__.remote(fault, *arguments, **named)], doing="sabotage", ranks=[engine])
-
-
-def hold(worker: RolloutWorker, released: Path) -> None:
-    """The next `generate` of this engine begins when the file is there."""
-    original = worker.engine.generate
-
-    def held(requests: list[GenerationRequest]) -> list[Completion]:
-        worker.engine.generate = original
-        until(released.exists)
-        return original(requests)
-
-    worker.engine.generate = held
-
-
 def test_groups_come_as_they_finish(group: RolloutGroup, attempts: Attempts, tmp_path: Path):
     expected = attempts.generate(PROMPTS, group_size=3, step=1)
     for engine in (0, 1):
@@ -276,31 +257,19 @@ def lost_of(ended: Ended) -> Counter[DropReason]:
     return Counter({reason: len(attempts) for reason, attempts in ended.lost.items()})
 
 
-def slow(worker: RolloutWorker) -> None:
-    """The engine takes a second longer for each forward pass from here on; `fast` undoes it."""
-    model = worker.engine.model  # type: ignore[attr-defined]
-    model.undone = model.register_forward_pre_hook(lambda *_: time.sleep(1.0))
-
-
-def fast(worker: RolloutWorker) -> None:
-    worker.engine.model.undone.remove()  # type: ignore[attr-defined]
-
-
 def test_interrupted_responses_go_on_where_they_were(group: RolloutGroup, attempts: Attempts):
     """What a checkpoint holds of them is the beginning of what they become, here and in a run that goes on with it."""
     sampling = SamplingParams(max_tokens=100, min_tokens=100)
     names = [prompt.id for prompt in PROMPTS]
     expected = said(attempts.generate(PROMPTS, group_size=2, step=1, sampling=sampling))
-    for engine in range(2):
-        # None of them ends between two interruptions: the 100 tokens take more than a minute and a half.
-        in_engine(group, engine, slow)
+    # None of them ends between two interruptions: the 100 tokens take more than a minute and a half.
+    in_both(group, slow)
     attempts.start([attempts.task(each, step=1, sampling=sampling) for each in groups_of(2)])
     tasks: list[Task] = []
     while not any(progress.begun for task in tasks for progress in task.progress):
         with attempts.interrupted() as (tasks, _):
             assert {task.group.id for task in tasks} == set(names)
-    for engine in range(2):
-        in_engine(group, engine, fast)
+    in_both(group, fast)
     for task in tasks:
         for rollout, whole in zip(task.group.rollouts, expected[names.index(task.group.id)], strict=True):
             assert rollout.token_ids.tolist() == whole[: rollout.num_tokens]
@@ -341,8 +310,7 @@ def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_pat
 
 def test_the_engine_ends_the_request_of_an_attempt_that_takes_too_long(group: RolloutGroup, attempts: Attempts):
     late = attempts_of(group, "single_turn", attempt_timeout_s=1.0)
-    for engine in range(2):
-        in_engine(group, engine, slow)
+    in_both(group, slow)
     # 120 tokens take at least two minutes there.
     sampling = SamplingParams(max_tokens=120, min_tokens=120)
     begun = time.monotonic()
@@ -350,8 +318,7 @@ def test_the_engine_ends_the_request_of_an_attempt_that_takes_too_long(group: Ro
     assert lost_of(ended) == {DropReason.TIMED_OUT: 2}
     answers = attempts.generate(PROMPTS, group_size=1, step=1, sampling=A_WORD)
     assert len(answers) == len(PROMPTS) and time.monotonic() - begun < 120, "the engines are free again"
-    for engine in range(2):
-        in_engine(group, engine, fast)
+    in_both(group, fast)
     late.close()
 
 
@@ -421,22 +388,6 @@ def test_sleep_and_wake_change_no_answer(group: RolloutGroup, attempts: Attempts
     group.wake()
     assert members(attempts.generate(PROMPTS, group_size=2, step=1)) == expected
     assert "memory/engine_freed_bytes" not in group.metrics(), "nothing is measured on a CPU"
-
-
-def die_at(worker: RolloutWorker, forward: int, *, error: bool = False) -> None:
-    """The engine dies in the middle of its next `generate`, at this forward pass; with `error`, its core does and the
-    actor lives."""
-    original, seen = worker.engine.model.forward, []
-
-    def fatal(*arguments: object, **named: object) -> object:
-        seen.append(1)
-        if len(seen) == forward:
-            if error:
-                raise EngineDied("the core of the engine ended")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments, **named)
-
-    worker.engine.model.forward = fatal
 
 
 @pytest.mark.parametrize("error", [False, True], ids=["killed", "core"])

@@ -35,7 +35,8 @@ class Memory(Check):
             if not any(sizes.values()):
                 yield skipped(f"{where} memory", "no GPU")
                 continue
-            worst = max(names, key=lambda name: slopes[name])
+            # A process that has nothing there is no answer.
+            worst = max((name for name in names if sizes[name]), key=lambda name: slopes[name])
             most = seen.settings.leak_limit_mb * 1e6 * (COMPILED if seen.facts.compiles else 1)
             limit = max(most, SHARE * sizes[worst])
             yield found(

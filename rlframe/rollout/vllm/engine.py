@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -25,6 +26,7 @@ from rlframe.rollout.served.pending import PendingRequest, top_logprobs
 from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
+from rlframe.rollout.vllm.fetch import Fetcher
 from rlframe.rollout.vllm.launch import engine_arguments, launch, set_environment
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
@@ -90,6 +92,9 @@ class VllmEngine(ServedEngine):
         self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments), self._loop).result()
         self.max_length = self._engine.vllm_config.model_config.max_model_len
         self._rpc(Extension.rlframe_start)
+        # Speculative decoding samples several tokens a step, by a sampler of its own.
+        records = self._engine.vllm_config.speculative_config is None
+        self._fetcher = Fetcher(partial(self._each_rank, Extension.rlframe_take)) if records else None
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         with self._admitted(requests) as admitted:
@@ -106,6 +111,7 @@ class VllmEngine(ServedEngine):
                     self._engine,
                     stop_tokens=self.stop_tokens,
                     tokenizer=self.tokenizer,
+                    fetcher=self._fetcher,
                     routers=self._routers,
                 )
                 group.create_task(work)
@@ -180,7 +186,7 @@ class VllmEngine(ServedEngine):
         await self._drain()
         for pending in self._running():
             assert version is not None, "running requests have a version"
-            pending.mark(version)
+            pending.mark(version, start=self._num_sampled(pending))
         if self._keeps:
             await self._begin_again()
         self._paused = False
@@ -189,16 +195,23 @@ class VllmEngine(ServedEngine):
     async def _begin_again(self) -> None:
         """Sends requests without a token to vLLM again, in the present epoch. Those that wait in vLLM's queue would
         otherwise begin with a prefix that older weights have computed for others."""
-        again = [pending for pending in self._running() if not pending.token_ids and not pending.ended]
+        again = [pending for pending in self._running() if not self._num_sampled(pending) and not pending.ended]
         for pending in again:
             pending.epoch = self._epoch
         if again:
             await self._engine.abort([pending.name for pending in again])
 
+    def _num_sampled(self, pending: PendingRequest) -> int:
+        """Returns the number of tokens of a request that have arrived in this process. vLLM passes on those of most
+        requests when they have ended."""
+        known = self._engine.output_processor
+        states = [known.request_states.get(name) for name in known.external_req_ids.get(pending.name, ())]
+        return max([len(pending.token_ids), *(each.detokenizer.num_output_tokens() for each in states if each)])
+
     async def _drain(self) -> None:
-        """Waits until every token sampled before the pause has arrived in its pending request."""
+        """Waits until every token sampled before the pause has arrived in this process."""
         # The core sends its outputs before it answers the pause, so they are in this queue or already taken from it.
-        # They then pass vLLM's output task, in batches of 128 requests, and the request's own task.
+        # They then pass vLLM's output task, in batches of 128 requests, and at the end the request's own task.
         queue = self._engine.engine_core.outputs_queue
         for _ in range(64):
             while not queue.empty():

@@ -9,7 +9,7 @@ tokens, no two alike, and all responses have their full length. The cases, in tw
 after the other:
 
     offline            vLLM's `LLM.generate`: no logprobs, no seeds, end-of-sequence ignored
-    offline_seeded     with a seed for each request and with end-of-sequence tokens that min_tokens forbids, as rlframe asks
+    offline_seeded     with a seed for each request and a stop token that min_tokens forbids, as rlframe asks
     async              the requests of `offline` through `AsyncLLM.generate`, which rlframe uses
     rlframe            `VllmEngine.generate`, which returns tokens, logprobs and versions
     rlframe_logprobs   the same with vLLM's own logprobs instead of rlframe's record

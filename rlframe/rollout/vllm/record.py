@@ -76,8 +76,7 @@ class TokenRecord:
         """Records the tokens of one step. The device does not wait for it.
 
         Args:
-            rows, owners: as `begin` has returned them, or NOT_RECORDED. Those of a request that was taken since are left
-                out.
+            rows, owners: what `begin` has returned, or NOT_RECORDED. Requests that were taken since are left out.
             indices: places of the tokens in their responses.
             sampled: False where a prompt is not at its end yet, whose token vLLM drops.
             tokens, logprobs: on the device.
@@ -92,8 +91,8 @@ class TokenRecord:
         self._read_arrived()
 
     def take(self, key: str, count: int) -> tuple[Int[np.ndarray, " L"], Float[np.ndarray, " L"]]:
-        """Returns the first `count` tokens of a request and their logprobs, fewer if it has not as many, and forgets the
-        request."""
+        """Returns the first `count` tokens of a request and their logprobs, fewer if it has not as many, and frees its
+        row."""
         row = self._rows.pop(key, None)
         if row is None:
             return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)

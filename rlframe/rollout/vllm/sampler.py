@@ -28,8 +28,8 @@ RECORD = "rlframe_record"
 
 
 def install(runner: Any) -> TokenRecord | None:
-    """Makes the sampler of `runner`, vLLM's model runner in this process, use rlframe's rule. Returns the record that it
-    writes. Returns None if the rank does not sample."""
+    """Makes the sampler of `runner`, vLLM's model runner in this process, use rlframe's rule. Returns the record that
+    it writes. Returns None if the rank does not sample."""
     sampler = getattr(runner, "sampler", None)
     if sampler is None:
         return None

@@ -15,9 +15,9 @@ from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.engine import VllmEngine
 from rlframe.rollout.vllm.pending import prompt, sampling_parameters
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams
-from tests.contracts.engines.trainer import verify
+from tests.contracts.engines.trainer import make, verify
 from tests.gpu.test_engine_contract_cuda import MEAN_NATS, gap_nats
-from tests.rollout_models import make_requests, make_with_tokenizer
+from tests.rollout_models import make_requests
 from tests.until import until
 
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_with_tokenizer("qwen3_tied", tmp_path_factory.mktemp("model"))
+    folder = make("qwen3_tied", tmp_path_factory.mktemp("model"))
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 

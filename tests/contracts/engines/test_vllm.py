@@ -87,7 +87,7 @@ def test_the_record_has_vllms_own_logprobs_bit_for_bit(case: Case, settings: dic
 @pytest.mark.parametrize("kind", [param("vllm")])
 def test_requests_that_vllm_preempts_have_the_logprobs_of_their_tokens(kind: Kind, folder: Path):
     """The cache has room for half of what they need."""
-    engine = kind.start(folder, engine_options={"block_size": 16, "num_gpu_blocks_override": 40})
+    engine = kind.start(folder, max_model_len=256, engine_options={"block_size": 32, "num_gpu_blocks_override": 20})
     engine.gate.commit(3)
     requests = make_requests(12, sampling=SamplingParams(max_tokens=100, min_tokens=100))
     model = transformers_model(folder, load_file(folder / "model.safetensors"))

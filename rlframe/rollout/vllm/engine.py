@@ -115,7 +115,7 @@ class VllmEngine(ServedEngine):
             self._result(future, doing=doing)
 
     async def _follow(self, admitted: list[PendingRequest], ended: "SimpleQueue[list[int]]") -> None:
-        """Follows requests to their ends, and puts the indices of those that end in one turn of the loop."""
+        """Waits for the ends of requests, and puts the indices of those that end in one turn of the loop together."""
         together: list[int] = []
 
         def put() -> None:

@@ -23,7 +23,7 @@ class Fetcher:
         self._take = take
         self._one_call = asyncio.Lock()
         self._next: tuple[list[tuple[str, int]], asyncio.Task[list[Taken]]] | None = None
-        """What the next call asks for, and the call. None if no request waits for one."""
+        """Arguments of the next call, and the call. None if no request waits for one."""
         self._open: set[str] = set()
         self._unwanted: list[str] = []
         """Records that were closed without being fetched. The next call ends them."""

@@ -24,8 +24,8 @@ from rlframe.weight_sync.layout.memory import MemoryLayout
 ROUND_ELEMENTS = 1 << 26
 """Bound of the elements that a rank puts together at once, unless one parameter has more."""
 
-Rows = tuple[tuple[int, int], ...]
-"""Runs of rows of a slice: (first, number)."""
+Rows = tuple[range, ...]
+"""Rows of a slice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,26 +43,25 @@ class Slice:
     """The rows of each matrix, in the checkpoint's order."""
 
     @classmethod
-    def of(cls, name: str, boxes: Sequence[Box], layout: MemoryLayout) -> "Slice":
-        """Returns the slice in the parameter `name`.
+    def of(cls, name: str, boxes: Sequence[Box], layout: MemoryLayout, *, alternating: bool) -> "Slice":
+        """Returns the slice in the parameter `name`; see `slices_of`.
 
         Args:
             boxes: the boxes of the parameter.
         """
-        shape = layout.parameters[name].shape
-        assert len(shape) == 2, name
-        rows: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for box in sorted(boxes, key=lambda box: (_matrix(box, layout), box.row, box.col)):
-            for first, count in _rows(box, shape[1]):
-                for half, begin, end in _halves(name, shape[0], first, first + count):
-                    rows[_matrix(box, layout) + half].append((begin, end - begin))
-        first = min(boxes, key=lambda box: (_matrix(box, layout), box.row, box.col))
+        rows, columns = layout.parameters[name].shape
+        boxes = sorted(boxes, key=lambda box: (matrix_of(box, layout), box.row, box.col))
+        held: dict[str, list[range]] = defaultdict(list)
+        for box in boxes:
+            for half, own in halves(name, rows_of(box, columns), middle=rows // 2, alternating=alternating):
+                held[matrix_of(box, layout) + half].append(own)
+        first = boxes[0]
         return cls(
-            parameter=_matrix(first, layout),
-            shape=(shape[0], shape[1]),
+            parameter=matrix_of(first, layout),
+            shape=(rows, columns),
             origin=(first.row, first.col),
-            turned=first.cols > 1 and first.col_stride % shape[1] == 0,
-            matrices=tuple((matrix, tuple(runs)) for matrix, runs in rows.items()),
+            turned=first.row_stride % columns != 0 if first.rows > 1 else first.col_stride % columns == 0,
+            matrices=tuple((matrix, tuple(own)) for matrix, own in held.items()),
         )
 
 
@@ -125,7 +124,7 @@ class Job:
 
     def _shape(self, index: int) -> tuple[int, int]:
         """Returns the shape of a whole matrix."""
-        counts = [sum(count for _, count in each.matrices[index][1]) for each in self.slices]
+        counts = [sum(map(len, each.matrices[index][1])) for each in self.slices]
         columns = [each.shape[1] for each in self.slices]
         return (sum(counts), columns[0]) if self.axis == 0 else (counts[0], sum(columns))
 
@@ -135,17 +134,14 @@ class Job:
             torch.cat([own for part, own in zip(self.sources, parts, strict=True) if part.slice.origin == each.origin])
             for each in self.slices
         ]
-        return [
-            torch.cat(
-                [
-                    torch.cat([values.view(each.shape)[first : first + count] for first, count in runs])
-                    for each, values in zip(self.slices, slices, strict=True)
-                    for _, runs in [each.matrices[index]]
-                ],
-                dim=self.axis,
-            )
-            for index in range(len(self.slices[0].matrices))
-        ]
+        found = []
+        for index in range(len(self.slices[0].matrices)):
+            cut = [
+                torch.cat([values.view(each.shape)[own.start : own.stop : own.step] for own in each.matrices[index][1]])
+                for each, values in zip(self.slices, slices, strict=True)
+            ]
+            found.append(torch.cat(cut, dim=self.axis))
+        return found
 
     def elements_of_parts(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Undoes `matrices`. Returns the elements of `parts`, those of Muon's update: each matrix with its scale."""
@@ -154,12 +150,12 @@ class Job:
             begin = 0
             scaled = matrix * scale(*matrix.shape)
             for each in self.slices:
-                runs = each.matrices[index][1]
-                size = sum(count for _, count in runs) if self.axis == 0 else each.shape[1]
-                own = scaled.narrow(self.axis, begin, size)
+                rows = each.matrices[index][1]
+                size = sum(map(len, rows)) if self.axis == 0 else each.shape[1]
+                cut = scaled.narrow(self.axis, begin, size).split([len(own) for own in rows])
                 begin += size
-                for (first, count), rows in zip(runs, own.split([count for _, count in runs]), strict=True):
-                    slices[each.origin][first : first + count] = rows
+                for own, values in zip(rows, cut, strict=True):
+                    slices[each.origin][own.start : own.stop : own.step] = values
         return [slices[part.slice.origin].view(-1)[part.start : part.end] for part in self.parts]
 
 
@@ -198,43 +194,46 @@ def rounds_of(jobs: Iterable[Job], *, limit: int = ROUND_ELEMENTS) -> list[list[
     return rounds
 
 
-def slices_of(layout: MemoryLayout, names: Iterable[str]) -> Mapping[str, Slice]:
-    """Returns the slices in the parameters `names`."""
+def slices_of(layout: MemoryLayout, names: Iterable[str], *, alternating: bool) -> Mapping[str, Slice]:
+    """Returns the slices in the parameters `names`.
+
+    Args:
+        alternating: whether rows of gate and up alternate. Otherwise the gate is the upper half.
+    """
     boxes: dict[str, list[Box]] = {name: [] for name in names}
     for own in layout.boxes.values():
         for box in own:
             if box.parameter in boxes:
                 boxes[box.parameter].append(box)
-    return {name: Slice.of(name, own, layout) for name, own in boxes.items()}
+    return {name: Slice.of(name, own, layout, alternating=alternating) for name, own in boxes.items()}
 
 
-def _matrix(box: Box, layout: MemoryLayout) -> str:
+def matrix_of(box: Box, layout: MemoryLayout) -> str:
     """Returns the name of the matrix of a box: the tensor, and the expert if one tensor holds all of a layer."""
     shape = layout.tensors[box.tensor]
-    return f"{box.tensor}[{box.row // shape[-2]:06d}]" if len(shape) > 2 else box.tensor
+    return f"{box.tensor}[{box.row // shape[-2]}]" if len(shape) > 2 else box.tensor
 
 
-def _rows(box: Box, columns: int) -> Iterator[tuple[int, int]]:
-    """Yields the runs of rows of a parameter with `columns` columns that a box covers."""
+def rows_of(box: Box, columns: int) -> range:
+    """Returns the rows of a parameter with `columns` columns that a box covers."""
     axes = ((box.rows, box.row_stride), (box.cols, box.col_stride))
     moving = [(count, stride // columns) for count, stride in axes if count > 1 and stride % columns == 0]
-    ((count, step),) = moving or ((1, 1),)
+    count, step = moving[0] if moving else (1, 1)
     first = box.offset // columns
-    if step == 1:
-        yield first, count
-    else:
-        yield from ((first + step * index, 1) for index in range(count))
+    return range(first, first + step * count, step)
 
 
-def _halves(name: str, rows: int, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """Yields the parts of rows `begin` to `end`. Of the first matrix of an MLP, the upper half is the gate; a
-    checkpoint may keep both in one tensor."""
+def halves(name: str, rows: range, *, middle: int, alternating: bool) -> Iterator[tuple[str, range]]:
+    """Yields the rows of a parameter that belong to one matrix, and a name for it. The first product of an MLP has a
+    gate and an up projection, which a checkpoint may keep in one tensor."""
     if not name.endswith("linear_fc1.weight"):
-        yield "", begin, end
+        yield "", rows
         return
-    middle = rows // 2
-    if begin < middle:
-        yield ".gate", begin, min(end, middle)
-    if end > middle:
-        yield ".up", max(begin, middle), end
-
+    for half in (0, 1):
+        first = [row for row in rows[:2] if row % 2 == half]
+        if alternating and first:
+            yield f" {half}", range(first[0], rows.stop, max(2, rows.step))
+        elif not alternating:
+            assert rows.step == 1, name
+            own = range(max(rows.start, half * middle), min(rows.stop, (half + 1) * middle))
+            yield from [(f" {half}", own)] if own else []

@@ -143,7 +143,7 @@ class Muon:
 def held_by_rank(model: Model, optimizer: MegatronOptimizer) -> Iterator[Held]:
     """Yields this rank's ranges of the matrix parameters, with a momentum of zeros."""
     names = {parameter: name for name, parameter in named_parameters(model.chunks).items() if is_matrix(name)}
-    slices = slices_of(model.layout, names.values())
+    slices = slices_of(model.layout, names.values(), alternating=model.architecture.clamped_glu is not None)
     for part in moments.parts(optimizer):
         for parameter, elements, settings in moments.owned(part):
             if parameter in names:

@@ -70,8 +70,8 @@ class Norms:
 
         Adam's moments say what it was, so that nobody keeps the weights before the step: with rate l, decay d and the
         direction u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) it went from w' to w = w' - l (d w' + u), and
-        w - w' = -l (d w + u) / (1 - l d). (Loshchilov and Hutter 2017, arXiv 1711.05101, algorithm 2.) Muon measures its
-        own steps.
+        w - w' = -l (d w + u) / (1 - l d). (Loshchilov and Hutter 2017, arXiv 1711.05101, algorithm 2.) Muon measures
+        its own steps.
 
         Args:
             num_steps: number t of steps that the optimizer has taken, this one included.

@@ -33,7 +33,7 @@ CASES = [
         # Every tensor-parallel rank holds the first projections of latent attention whole.
         ("d1t2", "deepseek_v3"), ("d2e2", "deepseek_v3"), ("d1t2", "deepseek_v3_yarn"), ("d1t2", "glm4_moe"),
         # One tensor of the checkpoint holds gate and up of all experts, turned.
-        ("d1", "gpt_oss"), ("d2", "gpt_oss"), ("d1t2|ffn:d1t2", "gpt_oss"), ("d2e2", "gpt_oss"), ("d1t2", "mixtral"),
+        ("d1", "gpt_oss"), ("d2", "gpt_oss"), ("d2e2", "gpt_oss"), ("d1t2", "mixtral"),
         ("d2t2|ffn:d1t2e2", "qwen3_moe"), ("d2t2p2", "qwen3_tied"),
     ]),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A state of Muon, with a step that was skipped, goes on in the same layout bit by bit, and in another exactly as it was
+"""A state of Muon, with a step that was skipped, goes on in the same layout bit by bit, in another exactly as it was
 saved."""
 
 import pathlib
@@ -15,9 +15,9 @@ from tests.multiprocess.distributed import run_distributed
 from tests.tiny_models import make
 
 CASES = [
-    ("qwen3_moe", "float32", "d2e2", ["d2e2", "d1t2"], 3.45),
+    ("qwen3_moe", "float32", "d2e2", ["d2e2", "d1t2"], 3.75),
     *(pytest.param(*case, marks=pytest.mark.thorough) for case in [
-        ("qwen3_moe", "bfloat16", "d2", ["d2", "d1p2"], 3.52),
+        ("qwen3_moe", "bfloat16", "d2", ["d2", "d1p2"], 3.75),
         ("deepseek_v3", "float32", "d1t2", ["d1t2", "d2", "d1"], 5.0),
         ("gpt_oss", "bfloat16", "d2e2", ["d2e2", "d1"], 4.85),
     ]),
@@ -33,7 +33,7 @@ def on_rank(
     from rlframe.megatron.cpu import platform  # noqa: PLC0415
 
     platform.install(platform.resolve(Device.CPU))
-    optimizer = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1, skip_norm_above=bound, skip_outlier_factor=8.0)
+    optimizer = OptimizerConfig(name="muon", lr=2e-3, weight_decay=0.1, skip_norm_above=bound, skip_outlier_factor=8.0)
     return [
         visit(rank, f"{init_method}-{index}", folder, case, layout, index == 0, optimizer)
         if rank < Parallel.parse(layout).world

@@ -1,5 +1,5 @@
-"""Adam's moments, Muon's momentum and main weights, each rank's own ranges of each parameter, as rectangles of the whole
-tensors.
+"""Adam's moments, Muon's momentum and main weights, each rank's own ranges of each parameter, as rectangles of the
+whole tensors.
 
 The only file that depends on the internals of Megatron's optimizers. Their public functions for this state gather it
 first, on every data-parallel rank (`fully_reshardable`), or write it in a form that only the same layout can read

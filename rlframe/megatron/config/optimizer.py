@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
+from rlframe.megatron.config.lora import in_layer
 from rlframe.megatron.config.options import MomentDtype
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
@@ -101,10 +102,13 @@ class OptimizerConfig:
                 "must be false with cpu_offload_fraction above 0",
                 why="main weights updated by the CPU are float32",
             )
-        if self.name == OptimizerName.MUON:
-            self._check_muon()
+        self._check_muon()
 
     def _check_muon(self) -> None:
+        if self.name != OptimizerName.MUON:
+            if self.muon != MuonConfig():
+                raise SettingError("muon", f"has no effect with name={self.name}", got=self.muon, hint="remove it")
+            return
         if self.precision_aware:
             raise SettingError(
                 "precision_aware", "must be false with name=muon", got="true", why="only Adam's kernel has it"
@@ -116,3 +120,14 @@ class OptimizerConfig:
                 got=self.cpu_offload_fraction,
                 why="matrices are orthogonalised on the device",
             )
+
+
+def is_by_muon(parameter: str) -> bool:
+    """Returns whether Muon updates a parameter, by its name in Megatron: the weight of a linear module of attention, of
+    an MLP or of an expert.
+
+    Not embedding and output layer, as in Liu et al. 2025 (Moonlight, arXiv 2502.16982, section 2.2). Nor routers, which
+    Megatron's own Muon has: their rows are scores that the choice of experts compares, and an orthogonal update moves
+    those of rare experts as far as those of common ones, away from the routes of the engines.
+    """
+    return in_layer(parameter) and parameter.endswith(".weight")

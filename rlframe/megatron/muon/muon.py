@@ -17,8 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from rlframe.megatron.checkpoint import moments
-from rlframe.megatron.config.lora import in_layer
-from rlframe.megatron.config.optimizer import MuonConfig
+from rlframe.megatron.config.optimizer import MuonConfig, is_by_muon
 from rlframe.megatron.model.model import Model, named_parameters
 from rlframe.megatron.muon.exchange import exchange
 from rlframe.megatron.muon.jobs import Job, Part, jobs_of, rounds_of, slices_of
@@ -36,17 +35,6 @@ class Held:
     """[n] momentum, which is the optimizer's state `momentum_buffer`."""
     settings: dict[str, Any]
     """The optimizer's group of settings."""
-
-
-def is_matrix(name: str) -> bool:
-    """Returns whether Muon updates a parameter, by its name in `Model.parameters`: the weight of a linear module of
-    attention, of an MLP or of an expert.
-
-    Not embedding and output layer, whose rows are used one at a time (Liu et al. 2025, arXiv 2502.16982, section 2.2),
-    nor routers: their rows are scores that the choice of experts compares, and an orthogonal update moves those of rare
-    experts as far as those of common ones.
-    """
-    return in_layer(name) and name.endswith(".weight")
 
 
 class Muon:
@@ -142,7 +130,7 @@ class Muon:
 
 def held_by_rank(model: Model, optimizer: MegatronOptimizer) -> Iterator[Held]:
     """Yields this rank's ranges of the matrix parameters, with a momentum of zeros."""
-    names = {parameter: name for name, parameter in named_parameters(model.chunks).items() if is_matrix(name)}
+    names = {parameter: name for name, parameter in named_parameters(model.chunks).items() if is_by_muon(name)}
     slices = slices_of(model.layout, names.values(), alternating=model.architecture.clamped_glu is not None)
     for part in moments.parts(optimizer):
         for parameter, elements, settings in moments.owned(part):

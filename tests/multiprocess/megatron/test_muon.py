@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlframe.megatron.config.optimizer import MuonConfig, OptimizerConfig
+from rlframe.megatron.config.options import CommunicationConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import split
@@ -26,44 +27,75 @@ MOMENTUM = 0.8
 STEPS = 2
 MATRIX = re.compile(r"(q|k|v|o|gate|up|down|q_a|q_b|kv_a|kv_b)_proj(_with_mqa)?\.weight$|\.w[123]\.weight$")
 """The matrices of attention, MLPs and experts: not the embedding, the output layer and the router (`mlp.gate`)."""
+OVERLAPPED = CommunicationConfig(overlap_grad_reduce=True, overlap_param_gather=True, bucket_parameters=10_000)
 CASES = [
-    ("d1", "qwen3_moe"), ("d2", "qwen3_moe"), ("d1t2", "qwen3_moe"), ("d1p2", "qwen3_moe"), ("d2e2", "qwen3_moe"),
-    *(pytest.param(layout, model, marks=pytest.mark.thorough) for layout, model in [
-        ("d1p2v2", "qwen3"), ("d1c2", "qwen3"), ("d1t2|ffn:d1t2", "qwen3_moe"), ("d1t2|ffn:d2", "qwen3_moe"),
+    ("qwen3_moe", ["d1t2", "d2e2"]),
+    *(pytest.param(*case, marks=pytest.mark.thorough) for case in [
+        ("qwen3", ["d1c2", "d1p2v2"]),
+        ("qwen3_moe", ["d1", "d2", "d1p2", "d2 overlapped", "d2 asleep"]),
+        ("qwen3_moe", ["d1t2|ffn:d1t2", "d1t2|ffn:d2", "d2t2|ffn:d1t2e2"]),
+        ("qwen3_tied", ["d2t2p2"]),
         # Every tensor-parallel rank holds the first projections of latent attention whole.
-        ("d1t2", "deepseek_v3"), ("d2e2", "deepseek_v3"), ("d1t2", "deepseek_v3_yarn"), ("d1t2", "glm4_moe"),
-        # One tensor of the checkpoint holds gate and up of all experts, turned.
-        ("d1", "gpt_oss"), ("d2", "gpt_oss"), ("d2e2", "gpt_oss"), ("d1t2", "mixtral"),
-        ("d2t2|ffn:d1t2e2", "qwen3_moe"), ("d2t2p2", "qwen3_tied"),
+        ("deepseek_v3", ["d1t2", "d2e2"]),
+        ("deepseek_v3_yarn", ["d1t2"]),
+        ("glm4_moe", ["d1t2"]),
+        ("mixtral", ["d1t2"]),
+        # One tensor of the checkpoint holds gate and up of all experts, turned, in rows that alternate.
+        ("gpt_oss", ["d1", "d2", "d1t2", "d2e2"]),
     ]),
 ]  # fmt: skip
 
 
-def on_rank(rank: int, init_method: str, folder: str, layout: str) -> dict[str, Any]:
-    """Takes the steps, and returns this rank's weights and the norms."""
+def on_rank(rank: int, init_method: str, folder: str, layouts: list[str]) -> list[dict[str, Any] | None]:
+    """Takes the steps under each layout, and returns this rank's weights and the norms. None where it has no part."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
     from rlframe.megatron.cpu import platform  # noqa: PLC0415
 
-    device = platform.resolve(Device.CPU)
-    platform.install(device)
+    platform.install(platform.resolve(Device.CPU))
+    return [
+        steps(rank, f"{init_method}-{index}", folder, *layout.split()) if rank < world(layout) else None
+        for index, layout in enumerate(layouts)
+    ]
+
+
+def world(layout: str) -> int:
+    """Returns the number of ranks of a layout, behind which may stand how the steps are taken."""
+    return Parallel.parse(layout.split()[0]).world
+
+
+def steps(rank: int, init_method: str, folder: str, layout: str, how: str = "") -> dict[str, Any]:
+    """Takes the steps under one layout."""
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415 - see on_rank
     from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
     optimizer = OptimizerConfig(**OPTIMIZER, muon=MuonConfig(momentum=MOMENTUM))
     setup = TrainerSetup(
-        rank=rank, init_method=init_method, device=device, model=ModelConfig(path=folder),
-        train=TrainConfig(parallel=layout, dtype="float32", optimizer=optimizer, norms_every_steps=1),
+        rank=rank, init_method=init_method, device=torch.device("cpu"), model=ModelConfig(path=folder),
+        train=TrainConfig(
+            parallel=layout, dtype="float32", optimizer=optimizer, norms_every_steps=1, num_minibatches=STEPS,
+            offload_optimizer=how == "asleep",
+            communication=OVERLAPPED if how == "overlapped" else CommunicationConfig(),
+        ),
         seed=0, temperature=1.0, total_optimizer_steps=STEPS, timeout_s=60, with_reference=False,
     )  # fmt: skip
     trainer = Trainer(setup)
-    world = Parallel.parse(layout).dp
-    mine = trainer.coordinates.dp_rank
-    steps = [split(*part(step), num_ranks=world, max_tokens=40)[0][mine].microbatches() for step in range(STEPS)]
-    updates = trainer.train(steps, Weighted(), first_step=0)
-    return {
+    ranks, mine = Parallel.parse(layout).dp, trainer.coordinates.dp_rank
+    batches = [split(*part(step), num_ranks=ranks, max_tokens=40)[0][mine].microbatches() for step in range(STEPS)]
+    if how == "asleep":
+        updates = []
+        for index, batch in enumerate(batches):
+            trainer.sleep()
+            trainer.wake()
+            updates += trainer.train([batch], Weighted(), first_step=index)
+    else:
+        updates = trainer.train(batches, Weighted(), first_step=0)
+    found = {
         "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
         "norms": [each.metrics["train/grad_norm"].value for each in updates],
         "ratios": [each.metrics["train/update_ratio"].value for each in updates],
     }
+    parallel.shutdown()
+    return found
 
 
 def orthogonalized(gradient: torch.Tensor) -> torch.Tensor:
@@ -129,21 +161,29 @@ def by_the_papers(model: Any) -> tuple[list[float], list[float]]:
     return norms, ratios
 
 
-@pytest.mark.parametrize(("layout", "name"), CASES)
-def test_steps_of_muon_are_those_of_the_papers(tmp_path: pathlib.Path, layout: str, name: str) -> None:
-    model = make(name, tmp_path, num_hidden_layers=4 if "p" in layout else 2)
-    untrained = {key: value.detach().clone() for key, value in model.named_parameters()}
-    ranks = run_distributed(on_rank, Parallel.parse(layout).world, str(tmp_path), layout)
+@pytest.mark.parametrize(("name", "layouts"), CASES)
+def test_steps_of_muon_are_those_of_the_papers(tmp_path: pathlib.Path, name: str, layouts: list[str]) -> None:
+    model = make(name, tmp_path, num_hidden_layers=4 if name in ("qwen3", "qwen3_tied") else 2)
+    kind = model.config.model_type
+    before = named_on_disk(model, kind)
+    found = run_distributed(on_rank, max(map(world, layouts)), str(tmp_path), layouts)
     norms, ratios = by_the_papers(model)
     assert min(norms) > 2 * OPTIMIZER["clip_grad"], "every step is clipped"
-    expected: dict[str, torch.Tensor] = {}
-    before: dict[str, torch.Tensor] = {}
-    for key, value in model.named_parameters():
-        expected |= on_disk(key, value.detach(), model.config.model_type)
-        before |= on_disk(key, untrained[key], model.config.model_type)
-    ours = assemble(ranks, "weights", {key: value.shape for key, value in expected.items()})
-    errors = {key: norm([ours[key] - value]) / norm([value - before[key]]) for key, value in expected.items()}
-    assert {key: error for key, error in errors.items() if error > 2e-3} == {}, "parts of the steps that are off"
-    for rank in ranks:
-        assert rank["norms"] == pytest.approx(norms, rel=1e-4)
-        assert rank["ratios"] == pytest.approx(ratios, rel=1e-3)
+    expected = named_on_disk(model, kind)
+    for index, layout in enumerate(layouts):
+        ranks = [rank[index] for rank in found if rank[index]]
+        ours = assemble(ranks, "weights", {key: value.shape for key, value in expected.items()})
+        errors = {key: norm([ours[key] - value]) / norm([value - before[key]]) for key, value in expected.items()}
+        assert {key: error for key, error in errors.items() if error > 2e-3} == {}, f"{layout}: parts that are off"
+        for rank in ranks:
+            assert rank["norms"] == pytest.approx(norms, rel=1e-4), layout
+            assert rank["ratios"] == pytest.approx(ratios, rel=1e-3), layout
+
+
+def named_on_disk(model: Any, kind: str) -> dict[str, torch.Tensor]:
+    """Returns a copy of the weights by the checkpoint's names."""
+    return {
+        key: value
+        for name, parameter in model.named_parameters()
+        for key, value in on_disk(name, parameter.detach().clone(), kind).items()
+    }

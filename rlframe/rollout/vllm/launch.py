@@ -76,7 +76,7 @@ def engine_arguments(
         "max_logprobs": -1,
         # rlframe.rollout.vllm.sampler replaces this rule by rlframe's.
         "logprobs_mode": "raw_logprobs",
-        # One token an output, so that the token at which a sync falls into a response is known.
+        # One token an output, so that a stop string is seen at the token that completes it.
         "stream_interval": 1,
         "load_format": "rlframe",
         "model_loader_extra_config": {} if random_seed is None else {"random_seed": random_seed},
@@ -102,25 +102,6 @@ def engine_arguments(
     return AsyncEngineArgs(**(options | config.engine_options))
 
 
-def keep_merged_routes() -> None:
-    """Makes vLLM keep `routed_experts` when it merges a finished output with one that is still pending.
-
-    Workaround for vLLM 0.26, which drops them (https://github.com/vllm-project/vllm/pull/37094); vLLM 0.32 keeps them.
-    Not needed any more once `RequestOutput.add` itself merges `routed_experts` in all supported versions.
-    """
-    from vllm.outputs import RequestOutput
-
-    merge = RequestOutput.add
-
-    def add(self: Any, next_output: Any, aggregate: bool) -> None:
-        merge(self, next_output, aggregate)
-        told = {each.index: each.routed_experts for each in next_output.outputs if each.routed_experts is not None}
-        for completion in self.outputs:
-            completion.routed_experts = told.get(completion.index, completion.routed_experts)
-
-    RequestOutput.add = add
-
-
 def register_here(folder: Path) -> None:
     """Imports the model's class in this process, so that vLLM asks that class what it can do.
 
@@ -140,6 +121,4 @@ async def launch(arguments: Any) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     register_here(Path(arguments.model))
-    if arguments.enable_return_routed_experts:
-        keep_merged_routes()
     return AsyncLLM.from_engine_args(arguments)

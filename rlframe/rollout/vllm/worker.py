@@ -214,7 +214,7 @@ class RankExtension:
 
     def rlframe_start(self) -> None:
         """Prepares the rank. Must be called once, after the model is loaded."""
-        install(self.model_runner)
+        self.rlframe_record = install(self.model_runner)
         model = self.model_runner.get_model()
         notes: LoadNotes = getattr(model, NOTES)
         self.rlframe_reload = LayerwiseReload(model, self.vllm_config, notes)
@@ -242,6 +242,15 @@ class RankExtension:
             logger.exception("weight sync: %s failed on vLLM rank %d", call, self.rank)
             failure = WeightSyncFailed(f"{call} on rank {self.rank} of vLLM: {error!r}")
         return pickle.dumps((result, failure, self.rlframe_reload.under_way))
+
+    def rlframe_take(self, wanted: list[tuple[str, int]]) -> bytes:
+        """See Extension."""
+        record, parallel = self.rlframe_record, self.vllm_config.parallel_config
+        # All ranks sample the same, unless each samples a part of the batch (an option of vLLM 0.32).
+        has_all = not getattr(parallel, "enable_batch_sharded_sampling", False)
+        if record is None or (has_all and self.rank % parallel.tensor_parallel_size):
+            return pickle.dumps([])
+        return pickle.dumps([record.take(key, count) for key, count in wanted])
 
     def rlframe_free_bytes(self) -> int:
         """Returns the bytes of this rank's device that no process uses."""

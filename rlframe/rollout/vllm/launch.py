@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from rlframe.models.hub import read_config
+from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
 EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
-CPU_CACHE_BYTES = 1 << 30
-"""Bytes of the key-value cache on a CPU. A fraction of all memory would leave too little for the rest of the
-machine."""
+LEAST_CLAIM = 0.01
+"""Value of vLLM's `gpu_memory_utilization` beside a cache of a given size. vLLM then reads it for one check only: that
+such a part of the device is free (vLLM 0.26 to 0.32, `request_memory`)."""
 
 
 def set_environment(config: VllmConfig, *, cuda: bool) -> None:
@@ -67,7 +68,6 @@ def engine_arguments(
         "enable_expert_parallel": config.expert_parallel,
         # vLLM would choose Ray inside a Ray actor, and create actors of its own.
         "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
-        "gpu_memory_utilization": config.gpu_memory_utilization,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
@@ -87,19 +87,27 @@ def engine_arguments(
     if not config.compile and not config.enforce_eager:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if cuda else "NONE"}
     if cuda:
-        options |= {"enable_sleep_mode": True, "moe_backend": config.moe_backend.value}
+        options |= {"moe_backend": config.moe_backend.value}
     else:
-        options |= {
-            "kv_cache_memory_bytes": CPU_CACHE_BYTES,
-            # vLLM 0.32 rewinds the random generator after a partial prefill; CPU generators cannot, and the core dies.
-            "enable_chunked_prefill": False,
-        }
+        # vLLM 0.32 rewinds the random generator after a partial prefill; CPU generators cannot, and the core dies.
+        options |= {"enable_chunked_prefill": False}
+    options |= memory_options(config, cuda=cuda)
     known = {each.name for each in fields(AsyncEngineArgs)}
     if unknown := sorted(config.engine_options.keys() - known):
         raise ConfigError(
             [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
         )
     return AsyncEngineArgs(**(options | config.engine_options))
+
+
+def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:
+    """Returns the engine arguments about memory. With a cache of a given size vLLM measures none, so that processes of
+    others may take and free memory of the device while it starts."""
+    return {
+        "enable_sleep_mode": cuda and config.sleeps,
+        "gpu_memory_utilization": config.gpu_memory_utilization if config.measures_memory else LEAST_CLAIM,
+        "kv_cache_memory_bytes": config.cache_bytes or (None if cuda else CPU_CACHE_BYTES),
+    }
 
 
 def keep_merged_routes() -> None:

@@ -1,6 +1,7 @@
 """The environment and the engine arguments with which vLLM starts."""
 
 import importlib.util
+import logging
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -11,8 +12,11 @@ import torch
 from rlframe.models.hub import read_config
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.early import EarlyProcess
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+
+logger = logging.getLogger(__name__)
 
 EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
 LEAST_CLAIM = 0.01
@@ -143,11 +147,26 @@ def register_here(folder: Path) -> None:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-async def launch(arguments: Any) -> Any:
-    """Creates an AsyncLLM in the asyncio loop it will live in."""
+def send_core(early: EarlyProcess) -> None:
+    """Makes vLLM start its core in `early`.
+
+    vLLM 0.26 to 0.32 offer `fork` and `spawn` only (`vllm.utils.system_utils.get_mp_context`). Not needed any more once
+    vLLM can be told which context of multiprocessing to use.
+    """
+    from vllm.v1.engine import utils
+
+    assert callable(getattr(utils, "get_mp_context", None)), "vLLM starts its core in another way than 0.26 to 0.32"
+    utils.get_mp_context = early.context
+
+
+async def launch(arguments: Any, early: EarlyProcess) -> Any:
+    """Creates an AsyncLLM in the asyncio loop it will live in, with its core in `early`."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    register_here(Path(arguments.model))
     if arguments.enable_return_routed_experts:
         keep_merged_routes()
-    return AsyncLLM.from_engine_args(arguments)
+    send_core(early)
+    engine = AsyncLLM.from_engine_args(arguments)
+    if not early.used:
+        logger.warning("vLLM's core was started anew, which takes longer: the process %d was not ready", early.pid)
+    return engine

@@ -13,6 +13,7 @@ from rlframe.models.hub import read_config
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.early import EarlyProcess
+from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
@@ -83,7 +84,7 @@ def engine_arguments(
         # One token an output, so that the token at which a sync falls into a response is known.
         "stream_interval": 1,
         "load_format": "rlframe",
-        "model_loader_extra_config": {} if random_seed is None else {"random_seed": random_seed},
+        "model_loader_extra_config": {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling())},
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
         "enable_return_routed_experts": with_routes,

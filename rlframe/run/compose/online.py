@@ -96,10 +96,11 @@ def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) ->
     if not (shared_gpu(parts) and parts.config.rollout.measures_memory):
         begin(engines)
     models_trained.start(parts)
+    parts.start_up.done("policy")
     begin(engines)
     for group in engines:
         group.start()
-    parts.start_up.done("processes")
+    parts.start_up.done("engines")
 
 
 def ahead(config: RunConfig) -> bool:

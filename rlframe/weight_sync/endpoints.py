@@ -57,8 +57,7 @@ class WeightSource(SourceRank):
     def warm_up(self) -> None:
         """Compiles what a sync needs on a GPU. `connect` does without it."""
         if device_of(self._parameters).type == "cuda":
-            # Triton exists only with CUDA.
-            from rlframe.weight_sync.warm_up import compile_kernels
+            from rlframe.weight_sync.warm_up import compile_kernels  # noqa: PLC0415 - Triton exists only with CUDA
 
             compile_kernels(self.layout, self._parameters)
 

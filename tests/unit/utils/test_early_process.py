@@ -8,11 +8,11 @@ import sys
 from multiprocessing import spawn
 from pathlib import Path
 
-import psutil
 import pytest
 
+from rlframe.cluster.watch.sight import State
 from rlframe.utils.early_process import EarlyProcess
-from tests.until import until
+from tests.until import until, until_state
 
 pytestmark = pytest.mark.later
 
@@ -60,10 +60,10 @@ def test_it_ends_with_its_parent_however_that_ends() -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert parent.stdout
-    waiting = psutil.Process(int(parent.stdout.readline()))
+    waiting = int(parent.stdout.readline())
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    waiting.wait()
+    until_state(waiting, State.DEAD)
 
 
 def test_the_context_makes_what_else_a_spawning_one_makes() -> None:

@@ -29,14 +29,14 @@ from rlframe.rollout.served.pending import PendingRequest, top_logprobs
 from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
-from rlframe.rollout.vllm.early import EarlyProcess
 from rlframe.rollout.vllm.fetch import Fetcher
-from rlframe.rollout.vllm.launch import engine_arguments, launch, register_here, set_environment
+from rlframe.rollout.vllm.launch import early_core, engine_arguments, launch, register_here, set_environment
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils.calls import RankCall
+from rlframe.utils.early_process import EarlyProcess
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
 
@@ -62,7 +62,7 @@ class VllmEngine(ServedEngine):
     def prepare(cls, config: VllmConfig, *, folder: Path, device: str) -> None:
         """Imports vLLM here and in the process of its core, at the same time."""
         set_environment(config, cuda=device != "cpu")
-        early = EarlyProcess(folder, cuda=device != "cpu")
+        early = early_core(folder, cuda=device != "cpu")
         importlib.import_module("vllm.v1.engine.async_llm")
         register_here(folder)
         VllmEngine._early = early

@@ -92,10 +92,14 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
 
 
 def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) -> None:
-    """Builds all models and engines, at the same time where they have devices of their own."""
-    if not (shared_gpu(parts) and parts.config.rollout.measures_memory):
+    """Builds all models and engines, at the same time unless engines measure the memory that the policy leaves."""
+    at_once = not (shared_gpu(parts) and parts.config.rollout.measures_memory)
+    if at_once:
         begin(engines)
     models_trained.start(parts)
+    if at_once:
+        # While the engines start.
+        models_trained.policy.warm_up_sync()
     parts.start_up.done("policy")
     begin(engines)
     for group in engines:

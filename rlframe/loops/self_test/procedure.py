@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from rlframe.cluster.memory import MemoryInUse, in_use
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.loops.callbacks import Callback
 from rlframe.loops.offline import OfflineLoop
@@ -34,6 +33,7 @@ from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams, members
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import NodeDied, RlframeError, WeightSyncFailed
+from rlframe.utils.memory import MemoryUse, used
 from rlframe.weight_sync.border import DestinationRank
 
 logger = logging.getLogger(__name__)
@@ -132,9 +132,9 @@ class Procedure(ABC, Generic[AnyLoop]):
         """Returns whether the model's head gives logprobs."""
         return self.loop.algorithm.model_outputs is None
 
-    def memory(self) -> dict[str, MemoryInUse]:
+    def memory(self) -> dict[str, MemoryUse]:
         """Returns the memory of the driver and of all processes."""
-        found = {"driver": in_use(with_children=False)}
+        found = {"driver": used()}
         for role, group in self.groups.items():
             found |= {f"{role}-{rank}": each for rank, each in enumerate(group.memory())}
         return found

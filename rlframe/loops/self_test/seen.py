@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.cluster.memory import MemoryInUse
 from rlframe.loops.self_test.config import SelfTestConfig
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.rollout import Rollout
+from rlframe.utils.memory import MemoryUse
 
 Nats = list[list[float]]
 """Logprobs by sequence and token, without the first token of each sequence."""
@@ -105,7 +105,7 @@ class StepSeen:
     """The engines' logprobs of the fixed sequences, by engine."""
     gap: Gap | None = None
     """None if no token was sampled."""
-    memory: Mapping[str, MemoryInUse]
+    memory: Mapping[str, MemoryUse]
     """By process."""
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
-from rlframe.cluster.memory import MemoryInUse
 from rlframe.loops.self_test.checks import find_checks
 from rlframe.loops.self_test.checks.memory import slope
 from rlframe.loops.self_test.checks.seeds import shared_fraction
@@ -35,6 +34,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.memory import MemoryUse
 
 END = 2
 FIXED = [[-1.0, -2.0, -0.5], [-3.0]]
@@ -63,6 +63,10 @@ def groups() -> list[Group]:
     return made
 
 
+def memory_of(own_bytes: int) -> MemoryUse:
+    return MemoryUse(resident_bytes=2 * 10**9, resident_peak_bytes=2 * 10**9, own_bytes=own_bytes)
+
+
 def step(number: int, batch: TrainBatch) -> StepSeen:
     return StepSeen(
         step=number,
@@ -72,7 +76,7 @@ def step(number: int, batch: TrainBatch) -> StepSeen:
         engines=[FIXED, FIXED],
         gap=gap_of(batch, batch.rollout_logprobs),
         # Pools fill at first.
-        memory={"policy-0": MemoryInUse(host_bytes=10**9 + min(number, 2) * 10**8, device_bytes=0)},
+        memory={"policy-0": memory_of(10**9 + min(number, 2) * 10**8)},
     )
 
 
@@ -141,10 +145,7 @@ def doubled(seen: Seen) -> None:
 
 
 def leaking(seen: Seen) -> None:
-    seen.steps = [
-        replace(each, memory={"rollout-0": MemoryInUse(host_bytes=10**9 + each.step * 5 * 10**7, device_bytes=0)})
-        for each in seen.steps
-    ]
+    seen.steps = [replace(each, memory={"rollout-0": memory_of(10**9 + each.step * 5 * 10**7)}) for each in seen.steps]
 
 
 FAULTS: dict[str, tuple[str, Callable[[Any], object]]] = {

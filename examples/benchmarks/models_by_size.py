@@ -71,6 +71,37 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "vocab_size": 151936,
     },
+    "smollm2_135m": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "max_position_embeddings": 8192,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+        "head_dim": 64,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "tiny": QWEN3
+    | {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "vocab_size": 1000,
+        "tie_word_embeddings": True,
+    },
     "tiny_moe": QWEN3_MOE
     | {
         "hidden_size": 256,
@@ -85,6 +116,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """config.json of each model; dimensions of the published ones, weights random."""
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+"""Chat template: the contents of all turns."""
 
 
 def make_model(config: dict[str, Any], folder: Path, *, words: int = 1000) -> Path:
@@ -92,7 +125,7 @@ def make_model(config: dict[str, Any], folder: Path, *, words: int = 1000) -> Pa
     tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(words)}, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="w2", unk_token="w1", chat_template="{{ messages[0].content }}"
+        tokenizer_object=tokenizer, eos_token="w2", unk_token="w1", chat_template=TEMPLATE
     ).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -20,6 +20,7 @@ import torch
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.sglang.border import EngineHost
+from rlframe.rollout.served.plain import overrides_of
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import ConfigError, EngineDied, RlframeError
@@ -104,7 +105,12 @@ def engine_arguments(
             "attention_backend": "torch_native",
             "max_total_tokens": max(CPU_CACHE_BYTES // token_bytes, max_length + ROOM),
         }
-    return options | config.engine_options
+    options |= config.engine_options
+    if plain := overrides_of(folder):
+        given = json.loads(options.get("json_model_override_args") or "{}")
+        inner = {"text_config": given.get("text_config", {}) | plain["text_config"]} if "text_config" in plain else {}
+        options["json_model_override_args"] = json.dumps(given | plain | inner)
+    return options
 
 
 def refuse_device(config: SglangConfig, *, dtype: torch.dtype, cuda: bool) -> None:

@@ -3,12 +3,14 @@
 import importlib.util
 import os
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlframe.models.hub import read_config
+from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -99,7 +101,10 @@ def engine_arguments(
         raise ConfigError(
             [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
         )
-    return AsyncEngineArgs(**(options | config.engine_options))
+    options |= config.engine_options
+    if is_quantized(folder):
+        options["hf_overrides"] = partial(plain_config, overrides=options.get("hf_overrides") or {})
+    return AsyncEngineArgs(**options)
 
 
 def keep_merged_routes() -> None:

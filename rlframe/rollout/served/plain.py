@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rlframe.models.checkpoint import CheckpointReader
-from rlframe.models.hub import read_config
+from rlframe.models.hub import load_family, read_config
 from rlframe.models.quantized import stated
 
 
@@ -22,6 +22,22 @@ def dequantized_weights(folder: Path, names: Iterable[str]) -> Iterator[tuple[st
     reader = CheckpointReader(folder)
     for name in names:
         yield name, reader.tensor(name)
+
+
+def dequantized_model(folder: Path, **options: Any) -> Any:
+    """Returns transformers' model of a quantised checkpoint, which is in memory twice for a moment.
+
+    Args:
+        options: of `from_pretrained`, such as `dtype`.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig  # noqa: PLC0415 - takes seconds
+
+    hf = plain_config(AutoConfig.from_pretrained(folder), overrides={})
+    family = load_family(folder)
+    names = family.tensors(family.architecture(read_config(folder)))
+    weights = dict(dequantized_weights(folder, names))
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
+    return model.from_pretrained(None, config=hf, state_dict=weights, **options)
 
 
 def plain_config(hf: Any, *, overrides: Mapping[str, Any]) -> Any:

@@ -19,8 +19,8 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.routes import Routers
-from rlframe.rollout.sglang.border import EngineHost
 from rlframe.rollout.served.plain import overrides_of
+from rlframe.rollout.sglang.border import EngineHost
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import ConfigError, EngineDied, RlframeError

@@ -22,7 +22,7 @@ from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine, check_names
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.base.routes import RouteRecorder, Routers
-from rlframe.rollout.served.plain import dequantized_weights, is_quantized, plain_config
+from rlframe.rollout.served.plain import dequantized_model, is_quantized, plain_config
 from rlframe.rollout.transformers.decode import Control, DecodeLoop
 from rlframe.rollout.transformers.kv_cache import ATTENTION, KVCache, attend
 from rlframe.types.batch import TopLogprobs
@@ -134,16 +134,14 @@ class TransformersEngine(RolloutEngine):
             )
             raise ConfigError([Fault("rollout.name", got="transformers", stated=True, said=said)])
         options = {"dtype": dtype, "attn_implementation": ATTENTION}
-        if random_seed is None and not is_quantized(self.folder):
-            return AutoModelForCausalLM.from_pretrained(self.folder, **options)
         if random_seed is None:
-            weights = dict(dequantized_weights(self.folder, self._tensors()))
-        else:
-            weights = {
-                # The weights are drawn on the trainer's device, as the trainer's are; the model is built on the CPU.
-                name: random_tensor(name, shape, seed=random_seed, device=device).cpu()
-                for name, shape in self._tensors().items()
-            }
+            load = dequantized_model if is_quantized(self.folder) else AutoModelForCausalLM.from_pretrained
+            return load(self.folder, **options)
+        weights = {
+            # The weights are drawn on the trainer's device, as the trainer's are; the model is built on the CPU.
+            name: random_tensor(name, shape, seed=random_seed, device=device).cpu()
+            for name, shape in self._tensors().items()
+        }
         hf = plain_config(hf, overrides={})
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
         return model_class.from_pretrained(None, config=hf, state_dict=weights, **options)

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlframe.models import inspection
-from rlframe.models.checkpoint import CheckpointReader, copy_sidecars
+from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.quantized import base, stated
 from rlframe.models.quantized.fp8 import Fp8
 from rlframe.models.quantized.int4 import Int4
 from rlframe.models.quantized.mxfp4 import Mxfp4
+from rlframe.tools import convert
 from rlframe.utils.errors import CheckpointError
 from tests.quantized_models import CONFIGS, quantize
 from tests.tiny_models import make
@@ -137,6 +138,25 @@ def test_a_quantised_folder_reads_as_the_plain_one(form: str, folders: dict[str,
     assert inspection.model_faults(quantized, num_outputs=None) == []
 
 
+def test_the_tool_writes_the_plain_folder(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    plain, quantized = folders["fp8"]
+    convert.main(["dequantize", "--model", str(quantized), "--out", str(tmp_path / "out"), "--shard-gb", "0.0001"])
+    reader = CheckpointReader(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        assert torch.equal(bits(reader.tensor(name)), bits(tensor)), name
+    hf = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in hf and hf["dtype"] == "bfloat16"
+
+
+def test_the_tool_refuses_a_plain_folder(
+    folders: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        convert.main(["dequantize", "--model", str(folders["fp8"][0]), "--out", str(tmp_path / "out")])
+    assert "is not quantised: its config.json has no quantization_config; use it as it is" in capsys.readouterr().err
+
+
 def spoil(folder: Path, target: Path, end: str, change: Any) -> str:
     """Copies a quantised folder with one tensor changed, or removed. Returns its name."""
     target.mkdir()
@@ -212,12 +232,6 @@ def test_what_is_not_read_is_refused_by_its_key(section: dict[str, Any], said: s
     found = stated.faults({"quantization_config": section})
     assert re.search(said, "; ".join(found))
     assert stated.quantization({"quantization_config": section}) is None
-
-
-def test_an_export_is_not_quantised(folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    copy_sidecars(folders["fp8"][1], tmp_path / "export", dtype=torch.float32)
-    hf = json.loads((tmp_path / "export" / "config.json").read_text())
-    assert "quantization_config" not in hf and hf["dtype"] == "float32"
 
 
 def test_config_of_a_text_model_inside_another_counts() -> None:

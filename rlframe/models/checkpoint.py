@@ -21,8 +21,8 @@ from rlframe.utils.files import put, write_whole
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-SIDECAR_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-"""Names of the files next to the weights: config, tokenizer, chat template."""
+SIDECAR_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
+"""Names of the files next to the weights: config, tokenizer, chat template, and code that those name."""
 
 
 class CheckpointReader:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import torch
 
 from rlframe.models.families.base import Architecture
+from rlframe.models.remote_code import runs_config
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.plain import overrides_of
 from rlframe.rollout.sglang.border import EngineHost
@@ -48,6 +49,8 @@ class Launch:
     """The end-of-sequence tokens."""
     tokenizer: str
     """Folder of the tokenizer. It is read if a request has stop strings."""
+    trusted: bool
+    """Whether the folder's own code may run."""
     routers: Routers | None = None
     """Routers of the model, if completions carry routed experts. None otherwise."""
 
@@ -74,6 +77,7 @@ def engine_arguments(
         "model_path": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
         "skip_tokenizer_init": True,
+        "trust_remote_code": runs_config(folder),
         # Ignores the model's generation config.
         "sampling_defaults": "openai",
         "dtype": str(dtype).removeprefix("torch."),

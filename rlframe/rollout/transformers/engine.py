@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from rlframe.models import tokenizer
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
@@ -98,12 +99,12 @@ class TransformersEngine(RolloutEngine):
         Raises:
             ConfigError: the model has attention over a sliding window.
         """
-        from transformers import AttentionInterface, AutoTokenizer
+        from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, attend)
         self.config = config
         self.folder = folder
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = tokenizer.load(folder)
         self.model = self._load(dtype, random_seed, device).to(device).eval().requires_grad_(False)
         self.stop_tokens = self._stop_tokens()
         routers = Routers.of(load_family(folder).architecture(read_config(folder)))

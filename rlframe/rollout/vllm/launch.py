@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rlframe.models.hub import read_config
+from rlframe.models.remote_code import runs_config
 from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.utils.errors import ConfigError
@@ -63,6 +64,7 @@ def engine_arguments(
         "model": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
         "skip_tokenizer_init": True,
+        "trust_remote_code": runs_config(folder),
         "generation_config": "vllm",
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": config.tp,

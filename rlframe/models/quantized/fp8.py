@@ -35,13 +35,13 @@ class Fp8(Quantization):
     def dequantize(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         values, scales = stored
         weight = torch.empty(values.shape, dtype=dtype)
-        height, width = self.block or tuple(values.shape[-2:])
-        matrices = [each.reshape(-1, *values.shape[-2:]) for each in (weight, values)]
         rows, columns = values.shape[-2:]
-        grids = scales.float().reshape(matrices[0].shape[0] if self.block else 1, -(-rows // height), -1)
-        for target, source, grid in zip(*matrices, grids.expand(matrices[0].shape[0], -1, -1), strict=True):
-            for strip in strips(rows, columns, multiple=height):
-                own = grid[strip.start // height : -(-strip.stop // height)]
-                spread = own.repeat_interleave(height, 0)[: strip.stop - strip.start].repeat_interleave(width, 1)
-                target[strip] = source[strip].float() * spread[:, :columns]
+        height, width = self.block or (rows, columns)
+        targets, sources = weight.view(-1, rows, columns), values.reshape(-1, rows, columns)
+        grids = scales.float().reshape(-1, -(-rows // height), -(-columns // width))
+        for target, source, grid in zip(targets, sources, grids.expand(len(targets), -1, -1), strict=True):
+            for index, first in enumerate(range(0, rows, height)):
+                spread = grid[index].repeat_interleave(width)[:columns]
+                for strip in strips(first, min(first + height, rows), columns):
+                    target[strip] = source[strip].float() * spread
         return weight

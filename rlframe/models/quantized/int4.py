@@ -51,7 +51,7 @@ class Int4(Quantization):
         weight = torch.empty(self.shape(tuple(packed.shape)), dtype=dtype)
         shifts = torch.arange(PER_WORD, dtype=torch.int32) * BITS
         rows, columns = weight.shape
-        for strip in strips(rows, columns):
+        for strip in strips(0, rows, columns):
             values = ((packed[strip].unsqueeze(-1) >> shifts) & (2 * OFFSET - 1)) - OFFSET
             groups = values.view(values.shape[0], -1, self.group).to(scales.dtype)
             weight[strip] = (groups * scales[strip].unsqueeze(-1)).flatten(1)

@@ -51,7 +51,7 @@ class Mxfp4(Quantization):
             scales.reshape(-1, rows, scales.shape[-1]),
             strict=True,
         ):
-            for strip in strips(rows, columns):
+            for strip in strips(0, rows, columns):
                 found = pairs[source[strip].int()].flatten(-2) * powers[exponents[strip].int()].unsqueeze(-1)
                 target[:, strip] = found.flatten(-2).t()
         return weight

@@ -37,19 +37,12 @@ QUANTIZED = {"fp8": r"_proj\.weight$", "mxfp4": r"experts\.\w+_proj$", "int4": r
 """Pattern of the names of weights that are quantised."""
 
 
-def spread(scales: Tensor, shape: torch.Size, height: int, width: int) -> Tensor:
-    """Returns the scale of every value of a matrix."""
-    return torch.stack(
-        [torch.stack([scales[row // height, column // width] for column in range(shape[1])]) for row in range(shape[0])]
-    )
-
-
 def fp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Returns the tensors of a weight by their suffixes, and what they stand for."""
     rows, columns = (-(-size // BLOCK) for size in weight.shape)
     padded = torch.nn.functional.pad(weight, (0, columns * BLOCK - weight.shape[1], 0, rows * BLOCK - weight.shape[0]))
     scales = padded.view(rows, BLOCK, columns, BLOCK).abs().amax((1, 3)) / 448
-    each = spread(scales, weight.shape, BLOCK, BLOCK)
+    each = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: weight.shape[0], : weight.shape[1]]
     values = (weight / each).to(torch.float8_e4m3fn)
     return {"": values, "_scale_inv": scales}, (values.float() * each).bfloat16()
 

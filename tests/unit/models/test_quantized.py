@@ -86,6 +86,7 @@ def test_a_block_that_the_weights_end_cuts_is_that_of_a_padded_weight() -> None:
     assert torch.equal(Fp8((128, 128)).dequantize([values, scales], BFLOAT16), whole[:200, :130])
 
 
+@pytest.mark.thorough  # the import takes seconds
 def test_mxfp4_equals_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: PLC0415 - takes seconds
 

@@ -32,7 +32,7 @@ def dequantized_model(folder: Path, **options: Any) -> Any:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig  # noqa: PLC0415 - takes seconds
 
-    hf = plain_config(AutoConfig.from_pretrained(folder), overrides={})
+    hf = plain_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), overrides={})
     family = load_family(folder)
     names = family.tensors(family.architecture(read_config(folder)))
     weights = dict(dequantized_weights(folder, names))

@@ -126,7 +126,7 @@ class TransformersEngine(RolloutEngine):
     def _load(self, dtype: torch.dtype, random_seed: int | None, device: str) -> Any:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-        hf = AutoConfig.from_pretrained(self.folder)
+        hf = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
         windowed = any(kind != "full_attention" for kind in getattr(hf, "layer_types", None) or [])
         if windowed or (getattr(hf, "sliding_window", None) and getattr(hf, "use_sliding_window", True)):
             said = (

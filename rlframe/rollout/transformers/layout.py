@@ -48,6 +48,6 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
     if found := faults(architecture, tp=tp, ep=ep):
         raise ConfigError(found)
     with torch.device("meta"):
-        hf = plain_config(AutoConfig.from_pretrained(folder), overrides={})
+        hf = plain_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), overrides={})
         model = AutoModelForCausalLM.from_config(hf, dtype=dtype)
     return [record(load_weights, weights_of(model), family.tensors(architecture))]

@@ -24,7 +24,7 @@ _trusted: set[Path] = set()
 
 
 def trust(folder: Path) -> None:
-    """Allows the code of the model in `folder` to run in this process.
+    """Lets the code of the model in `folder` run in this process.
 
     Raises:
         CheckpointError: the folder names code of another repository, which no revision of this one pins.

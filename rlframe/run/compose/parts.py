@@ -49,7 +49,7 @@ LOGS = "logs"
 
 
 def carry_code(folder: Path) -> None:
-    """Says in the log which code of a model's folder runs, and lets its tokenizer reach other processes."""
+    """Logs which code of a model's folder runs, and makes its tokenizer reach other processes."""
     at = f"{remote_code.KEY}=true: code of {folder} runs here and in workers: {', '.join(remote_code.files(folder))}"
     logger.warning("%s", at)
     for module in remote_code.modules():

@@ -21,6 +21,7 @@ from rlframe.utils.errors import CheckpointError
 from tests.quantized_models import CONFIGS, quantize
 from tests.tiny_models import make
 
+pytestmark = pytest.mark.later
 SOURCES = {"fp8": "qwen3_moe", "mxfp4": "gpt_oss", "int4": "deepseek_v3"}
 BFLOAT16 = torch.bfloat16
 

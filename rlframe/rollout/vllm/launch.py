@@ -4,13 +4,16 @@ import importlib.util
 import logging
 import os
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlframe.models.hub import read_config
+from rlframe.models.remote_code import runs_config
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES
+from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.early_process import EarlyProcess
@@ -73,6 +76,7 @@ def engine_arguments(
         "model": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
         "skip_tokenizer_init": True,
+        "trust_remote_code": runs_config(folder),
         "generation_config": "vllm",
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": config.tp,
@@ -108,7 +112,10 @@ def engine_arguments(
         raise ConfigError(
             [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
         )
-    return AsyncEngineArgs(**(options | config.engine_options))
+    options |= config.engine_options
+    if is_quantized(folder):
+        options["hf_overrides"] = partial(plain_config, overrides=options.get("hf_overrides") or {})
+    return AsyncEngineArgs(**options)
 
 
 def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, st
 from rlframe.cluster.watch.warned import note_warnings
 from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
+from rlframe.utils.memory import MemoryUse, used
 from rlframe.utils.outside import receive
 
 if TYPE_CHECKING:
@@ -97,9 +98,9 @@ class Worker:
         if ray.is_initialized():
             use_address(ray.util.get_node_ip_address())
 
-    def memory(self) -> memory.MemoryInUse:
+    def memory(self) -> MemoryUse:
         """Returns the memory that this process and its children use."""
-        return memory.in_use(with_children=True)
+        return used(with_children=True)
 
     def info(self) -> WorkerInfo:
         """Returns the location of this worker. It is the group's first call, which also waits for the constructor."""

@@ -42,6 +42,13 @@ class RolloutEngine(ABC):
     profiles_itself: ClassVar[bool] = False
     """Whether the engine has a profiler of its own, because it computes in other processes: `begin_profile`."""
 
+    @classmethod  # noqa: B027 - most engines need nothing
+    def prepare(cls, config: Any, *, folder: Path, device: str) -> None:  # noqa: ARG003 - for subclasses
+        """Does what the next engine of this process needs and what takes no memory of a device, such as imports.
+
+        Subclasses override it if that takes seconds.
+        """
+
     @abstractmethod
     def __init__(
         self,

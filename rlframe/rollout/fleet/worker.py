@@ -93,6 +93,10 @@ class ScoringWorker(Protocol):
 class EngineWorker(ScoringWorker, Protocol):
     """The calls of an engine's actor that the fleet uses."""
 
+    def prepare(self, setup: RolloutSetup) -> None:
+        """See RolloutEngine.prepare. `start` does without it."""
+        ...
+
     def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
         """Builds the engine and loads its weights. Returns pid and creation time of each process it started."""
         ...
@@ -147,6 +151,13 @@ class RolloutWorker(Worker, EngineWorker):
     """Forwards typed calls to its engine, and keeps the order of pause, sync and proof."""
 
     engine: "RolloutEngine"
+
+    def prepare(self, setup: RolloutSetup) -> None:
+        """See RolloutEngine.prepare. `start` does without it."""
+        from rlframe.models.hub import resolve
+
+        engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
+        engine_class.prepare(setup.rollout, folder=resolve(setup.model), device=setup.device.value)
 
     def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
         """Builds the engine and loads its weights. Returns pid and creation time of each process it started."""

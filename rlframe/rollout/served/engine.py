@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, TypeVar
 
+from rlframe.models import tokenizer
 from rlframe.rollout.base.config import CacheAfterSync
 from rlframe.rollout.base.engine import RolloutEngine, check_names
 from rlframe.rollout.base.gate import VersionGate
@@ -33,12 +34,10 @@ class ServedEngine(RolloutEngine):
 
     def __init__(self, config: Any, *, folder: Path, cuda: bool):
         """Reads the tokenizer; the subclass starts the processes."""
-        from transformers import AutoTokenizer
-
         self.config = config
         self.folder = folder
         self.gate = VersionGate()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = tokenizer.load(folder)
         self.stop_tokens = stop_tokens(folder, self.tokenizer)
         self._cuda = cuda
         self._names = itertools.count()

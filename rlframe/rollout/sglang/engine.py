@@ -18,6 +18,7 @@ import torch
 from rlframe.cluster.profiling.config import Tool
 from rlframe.cluster.profiling.request import Request
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.remote_code import is_trusted
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.engine import CACHE, WEIGHTS, ServedEngine, taken
 from rlframe.rollout.served.pending import PendingRequest
@@ -89,6 +90,7 @@ class SglangEngine(ServedEngine):
                 arguments=arguments,
                 stop_tokens=self.stop_tokens,
                 tokenizer=str(folder),
+                trusted=is_trusted(folder),
                 routers=Routers.of(architecture) if with_routes else None,
             ),
             doing=f"the SGLang engine of process {os.getpid()} ({folder.name}, {config.tp} ranks)",

@@ -7,6 +7,7 @@ block and may be called from many threads.
 
 import asyncio
 import concurrent.futures
+import importlib
 import itertools
 import os
 import pickle
@@ -16,7 +17,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
 import torch
 
@@ -29,12 +30,13 @@ from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
 from rlframe.rollout.vllm.fetch import Fetcher
-from rlframe.rollout.vllm.launch import engine_arguments, launch, set_environment
+from rlframe.rollout.vllm.launch import early_core, engine_arguments, launch, register_here, set_environment
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils.calls import RankCall
+from rlframe.utils.early_process import EarlyProcess
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
 
@@ -53,6 +55,17 @@ class VllmEngine(ServedEngine):
     """One vLLM engine of `tp` devices."""
 
     profiles_itself = True
+    _early: ClassVar[EarlyProcess | None] = None
+    """The process of the core of the engine that is made next."""
+
+    @classmethod
+    def prepare(cls, config: VllmConfig, *, folder: Path, device: str) -> None:
+        """Imports vLLM here and in the process of its core, at the same time."""
+        set_environment(config, cuda=device != "cpu")
+        early = early_core(folder, cuda=device != "cpu")
+        importlib.import_module("vllm.v1.engine.async_llm")
+        register_here(folder)
+        VllmEngine._early = early
 
     def __init__(
         self,
@@ -75,7 +88,10 @@ class VllmEngine(ServedEngine):
         Raises:
             ConfigError: `engine_options` holds an argument unknown to vLLM.
         """
-        set_environment(config, cuda=device != "cpu")
+        if VllmEngine._early is None:
+            self.prepare(config, folder=folder, device=device)
+        early, VllmEngine._early = VllmEngine._early, None
+        assert early is not None, "`prepare` starts it"
         super().__init__(config, folder=folder, cuda=device != "cpu")
         self._routers = Routers.of(load_family(folder).architecture(read_config(folder))) if with_routes else None
         self._paused = False
@@ -92,7 +108,7 @@ class VllmEngine(ServedEngine):
             random_seed=random_seed,
             with_routes=with_routes,
         )
-        self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments), self._loop).result()
+        self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments, early), self._loop).result()
         self.max_length = self._engine.vllm_config.model_config.max_model_len
         self._rpc(Extension.rlframe_start)
         # Speculative decoding samples several tokens a step, by a sampler of its own.

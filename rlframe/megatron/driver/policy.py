@@ -138,6 +138,11 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         training must not go on in between."""
         self.workers.wait(self.workers.ask_all(TrainerRank.negate), doing="change of signs")
 
+    def flip_last_bits(self) -> None:
+        """Flips the last bit of every weight, the smallest change that its number format has. A second call undoes it
+        bit for bit. It measures how far rounding moves the outputs: training must not go on in between."""
+        self.workers.wait(self.workers.ask_all(TrainerRank.flip_last_bits), doing="flip of last bits")
+
     def train(self, batch: Sequences) -> TrainResult:
         """Takes all optimizer steps of one batch: `epochs_per_batch` passes over `num_minibatches` equal parts of whole
         groups."""

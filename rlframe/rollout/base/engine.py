@@ -1,7 +1,7 @@
 """The abstract class of rollout engines. vLLM, SGLang and transformers differ only behind its methods."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -83,6 +83,11 @@ class RolloutEngine(ABC):
             ValueError: a prompt is empty, prompt and response exceed the model's positions, or a running request has
                 the same name.
         """
+
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+        """Yields the completions of `generate` as responses end, each with the index of its request. Those that end
+        together come together."""
+        yield list(enumerate(self.generate(requests)))
 
     @abstractmethod
     def score(self, sequences: list[ModelInput]) -> list[list[float]]:

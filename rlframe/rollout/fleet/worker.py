@@ -5,7 +5,8 @@ Imports no torch: a process that has a handle of the actor, such as the runner's
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -104,6 +105,10 @@ class EngineWorker(ScoringWorker, Protocol):
         """See RolloutEngine.generate."""
         ...
 
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+        """See RolloutEngine.generate_each. Ray streams what it yields."""
+        ...
+
     def receive(self, version: int) -> "list[Received]":
         """Receives the weights of `version` while running requests pause. They are unverified until `commit`."""
         ...
@@ -191,10 +196,22 @@ class RolloutWorker(Worker, EngineWorker):
     @ray.method(concurrency_group=GENERATE)
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """See RolloutEngine.generate."""
+        with self._counted():
+            return self.engine.generate(requests)
+
+    @ray.method(concurrency_group=GENERATE, num_returns="streaming")
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+        """See EngineWorker."""
+        with self._counted():
+            yield from self.engine.generate_each(requests)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts a call that samples as running inside the `with`."""
         with self._lock:
             self._num_running += 1
         try:
-            return self.engine.generate(requests)
+            yield
         finally:
             with self._lock:
                 self._num_running -= 1

@@ -18,8 +18,10 @@ from typing import Any, TypeVar, TypeVarTuple
 import torch
 
 from rlframe.models.families.base import Architecture
+from rlframe.models.remote_code import runs_config
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES, token_bytes
+from rlframe.rollout.served.plain import overrides_of
 from rlframe.rollout.sglang.border import EngineHost
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.utils.calls import RankCall
@@ -48,6 +50,8 @@ class Launch:
     """The end-of-sequence tokens."""
     tokenizer: str
     """Folder of the tokenizer. It is read if a request has stop strings."""
+    trusted: bool
+    """Whether the folder's own code may run."""
     routers: Routers | None = None
     """Routers of the model, if completions carry routed experts. None otherwise."""
 
@@ -74,6 +78,7 @@ def engine_arguments(
         "model_path": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
         "skip_tokenizer_init": True,
+        "trust_remote_code": runs_config(folder),
         # Ignores the model's generation config.
         "sampling_defaults": "openai",
         "dtype": str(dtype).removeprefix("torch."),
@@ -103,7 +108,12 @@ def engine_arguments(
     if cache_bytes := config.cache_bytes or (None if cuda else CPU_CACHE_BYTES):
         tokens = int(cache_bytes / token_bytes(architecture, tp=config.tp, itemsize=dtype.itemsize))
         options |= {"max_total_tokens": max(tokens, max_length + ROOM)}
-    return options | config.engine_options
+    options |= config.engine_options
+    if plain := overrides_of(folder):
+        given = json.loads(options.get("json_model_override_args") or "{}")
+        inner = {"text_config": given.get("text_config", {}) | plain["text_config"]} if "text_config" in plain else {}
+        options["json_model_override_args"] = json.dumps(given | plain | inner)
+    return options
 
 
 def refuse_device(config: SglangConfig, *, dtype: torch.dtype, cuda: bool) -> None:

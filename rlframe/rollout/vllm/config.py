@@ -34,6 +34,7 @@ OWN_OPTIONS = frozenset(
         "skip_tokenizer_init",
         "stream_interval",
         "tensor_parallel_size",
+        "trust_remote_code",
         "worker_extension_cls",
     }
 )

@@ -4,13 +4,16 @@ import importlib.util
 import logging
 import os
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlframe.models.hub import read_config
+from rlframe.models.remote_code import runs_config
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES
+from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.early_process import EarlyProcess
@@ -73,6 +76,7 @@ def engine_arguments(
         "model": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
         "skip_tokenizer_init": True,
+        "trust_remote_code": runs_config(folder),
         "generation_config": "vllm",
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": config.tp,
@@ -87,7 +91,7 @@ def engine_arguments(
         "max_logprobs": -1,
         # rlframe.rollout.vllm.sampler replaces this rule by rlframe's.
         "logprobs_mode": "raw_logprobs",
-        # One token an output, so that the token at which a sync falls into a response is known.
+        # One token an output, so that a stop string is seen at the token that completes it.
         "stream_interval": 1,
         "load_format": "rlframe",
         "model_loader_extra_config": {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling())},
@@ -108,7 +112,10 @@ def engine_arguments(
         raise ConfigError(
             [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
         )
-    return AsyncEngineArgs(**(options | config.engine_options))
+    options |= config.engine_options
+    if is_quantized(folder):
+        options["hf_overrides"] = partial(plain_config, overrides=options.get("hf_overrides") or {})
+    return AsyncEngineArgs(**options)
 
 
 def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:
@@ -119,25 +126,6 @@ def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:
         "gpu_memory_utilization": config.gpu_memory_utilization if config.measures_memory else LEAST_CLAIM,
         "kv_cache_memory_bytes": config.cache_bytes or (None if cuda else CPU_CACHE_BYTES),
     }
-
-
-def keep_merged_routes() -> None:
-    """Makes vLLM keep `routed_experts` when it merges a finished output with one that is still pending.
-
-    Workaround for vLLM 0.26, which drops them (https://github.com/vllm-project/vllm/pull/37094); vLLM 0.32 keeps them.
-    Not needed any more once `RequestOutput.add` itself merges `routed_experts` in all supported versions.
-    """
-    from vllm.outputs import RequestOutput
-
-    merge = RequestOutput.add
-
-    def add(self: Any, next_output: Any, aggregate: bool) -> None:
-        merge(self, next_output, aggregate)
-        told = {each.index: each.routed_experts for each in next_output.outputs if each.routed_experts is not None}
-        for completion in self.outputs:
-            completion.routed_experts = told.get(completion.index, completion.routed_experts)
-
-    RequestOutput.add = add
 
 
 def register_here(folder: Path) -> None:
@@ -186,8 +174,6 @@ async def launch(arguments: Any, early: EarlyProcess) -> Any:
     """Creates an AsyncLLM in the asyncio loop it will live in, with its core in `early`."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if arguments.enable_return_routed_experts:
-        keep_merged_routes()
     send_core(early)
     engine = AsyncLLM.from_engine_args(arguments)
     if not early.used:

@@ -11,7 +11,7 @@ from typing import Any
 from rlframe.cluster.config import Device
 from rlframe.environments.base import answers
 from rlframe.loops.alerts.config import ONLINE
-from rlframe.megatron.config.train import Schedule
+from rlframe.megatron.config.optimizer import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.check.context import device_of, evaluates, online, samples

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlframe.megatron.config.optimizer import OptimizerName
 from rlframe.megatron.config.options import MomentDtype, Recompute, RecomputeConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
@@ -157,8 +158,10 @@ def cache_size(run: RunConfig, plan: Plan, rollout: ServedConfig) -> Iterator[tu
 
 
 def moments(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Yields main weights without the bits that parameters have, then moments in bfloat16."""
+    """Yields main weights without the bits that parameters have, then moments in bfloat16: both AdamW's alone."""
     optimizer = run.train.optimizer
+    if optimizer.name != OptimizerName.ADAMW:
+        return
     if not plan.cuda or run.train.dtype != Dtype.BFLOAT16 or optimizer.cpu_offload_fraction:
         return
     if not optimizer.precision_aware:
@@ -204,9 +207,9 @@ def engine_split(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig
 
 
 def host(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Yields main weights and moments updated by the CPU."""
+    """Yields main weights and moments updated by the CPU, which AdamW alone has."""
     optimizer = run.train.optimizer
-    if plan.cuda and not optimizer.cpu_offload_fraction:
+    if plan.cuda and optimizer.name == OptimizerName.ADAMW and not optimizer.cpu_offload_fraction:
         changed = replace(optimizer, cpu_offload_fraction=1.0, precision_aware=False, moment_dtype=MomentDtype.FLOAT32)
         train = replace(run.train, optimizer=changed, offload_optimizer=run.train.offload_optimizer)
         yield _train(run, "optimizer.cpu_offload_fraction", 0.0, train)

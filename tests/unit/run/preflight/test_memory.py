@@ -76,6 +76,14 @@ def test_states_take_eighteen_bytes_a_parameter_and_are_shared_by_the_ranks_that
     assert part(four, Phase.TRAIN, "moments") == 8 * parameters / 4
 
 
+def test_a_matrix_of_muon_has_a_momentum_alone(tmp_path: Path) -> None:
+    four = planned(tmp_path / "a", MOE, "train.parallel=d8e4", "train.optimizer.name=muon")
+    experts = 48 * 128 * EXPERT / 4
+    attention = 48 * (ATTENTION - 2 * 128)
+    others = 48 * (2 * 128 + 2 * 2048 + 128 * 2048) + 2 * EMBEDDING + 2048
+    assert part(four, Phase.TRAIN, "moments") == 4 * (attention / 8 + experts / 2) + 8 * others / 8
+
+
 def test_experts_are_shared_by_their_own_copies(tmp_path: Path) -> None:
     found = planned(tmp_path / "a", MOE, "train.parallel=d8e4")
     experts = 48 * 128 * EXPERT / 4

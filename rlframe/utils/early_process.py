@@ -39,7 +39,7 @@ class EarlyProcess:
         self.executable = spawn.get_executable()
         try:
             passed = [tracker, child_reads, child_ends]
-            self.pid = util.spawnv_passfds(self.executable, [*options, program, mark], passed)
+            self.pid = util.spawnv_passfds(os.fsencode(self.executable), [*options, program, mark], passed)
         finally:
             os.close(child_reads)
             os.close(child_ends)
@@ -96,7 +96,7 @@ class LateProcess(SpawnProcess):
 
 
 class Sent(Popen):
-    """The handle of a process object that was sent to an early interpreter."""
+    """The handle of a process object that is sent to an early interpreter, or spawned if it cannot be."""
 
     def __init__(self, process_obj: LateProcess, early: EarlyProcess):
         self._early = early
@@ -104,12 +104,16 @@ class Sent(Popen):
 
     def _launch(self, process_obj: LateProcess) -> None:
         message = self._pickled(process_obj)
-        assert not self._fds, "a process object has files, which an interpreter that runs already cannot inherit"
+        if self._fds:
+            # Files, which an interpreter that runs already cannot inherit.
+            self._fds = []
+            super()._launch(process_obj)  # pyright: ignore[reportAttributeAccessIssue]
+            return
         early = self._early
         early.used = True
         self.pid, self.sentinel = early.pid, os.dup(early.ends.fileno())
         # The process sees from the other end of this one that its parent lives.
-        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(early.data.fileno()), self.sentinel))
+        self.finalizer = util.Finalize(self, close_files, (os.dup(early.data.fileno()), self.sentinel))
         with suppress(BrokenPipeError):
             # If it has ended, its sentinel says so.
             early.data.write(message)
@@ -125,6 +129,12 @@ class Sent(Popen):
         finally:
             set_spawning_popen(None)
         return message.getvalue()
+
+
+def close_files(*files: int) -> None:
+    """Closes files by their numbers."""
+    for file in files:
+        os.close(file)
 
 
 def wait(pipe: int) -> None:

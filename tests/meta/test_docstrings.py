@@ -20,7 +20,7 @@ VERBS = frozenset(
     """
     Aborts Accepts Adds Adjusts Admits Allocates Answers Appends Applies Asks Assigns Attaches Begins Binds Blocks
     Broadcasts Builds Caches Calls Cancels Carries Changes Checks Chooses Clears Clips Closes Collects Combines
-    Compares Completes Composes Computes Connects Consumes Converts Copies Counts Creates Cuts Deals Decides
+    Compares Compiles Completes Composes Computes Connects Consumes Converts Copies Counts Creates Cuts Deals Decides
     Decodes Deletes Derives Detects Determines Digests Disables Discards Disconnects Dispatches Divides Does
     Downloads Draws Drops Empties Enables Encodes Ends Ensures Estimates Evaluates Executes Expands Exports Extends
     Extracts Feeds Fetches Fills Filters Finalizes Finds Finishes Fits Flattens Flushes Forces Forgets Forks

@@ -41,9 +41,9 @@ class ServedConfig(RolloutConfig):
     """Whether to run without compilation and CUDA graphs: starts faster, decodes slower. No effect with SGLang on a
     CPU."""
     sleep_level: Annotated[int, Range(0, 2)] = 2
-    """What engines free while the policy works on their devices. 2: the key-value cache and the weights, because the
-    next weight sync brings new ones. 1: the cache, and the weights move to host memory, which takes as much host memory
-    and a copy in both directions; the engine is then usable without a sync. 0: nothing, which is the fastest where
+    """Memory that engines free while the policy works on their devices. 2: the key-value cache and the weights, because
+    the next weight sync brings new ones. 1: the cache, and the weights move to host memory, which takes as much host
+    memory and a copy in both directions; the engine is then usable without a sync. 0: none, which is the fastest where
     the device has memory for both. No effect on CPU."""
     enable_prefix_caching: bool = True
     """Whether equal prompt beginnings, such as those of a group, share their keys and values."""

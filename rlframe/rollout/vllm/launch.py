@@ -167,7 +167,7 @@ def send_core(early: EarlyProcess) -> None:
     from vllm.v1.engine import utils
 
     assert callable(getattr(utils, "get_mp_context", None)), "vLLM starts its core in another way than 0.26 to 0.32"
-    utils.get_mp_context = early.context
+    utils.get_mp_context = early.context  # pyright: ignore[reportPrivateImportUsage]
 
 
 async def launch(arguments: Any, early: EarlyProcess) -> Any:
@@ -177,5 +177,5 @@ async def launch(arguments: Any, early: EarlyProcess) -> Any:
     send_core(early)
     engine = AsyncLLM.from_engine_args(arguments)
     if not early.used:
-        logger.warning("vLLM's core was started anew, which takes longer: the process %d was not ready", early.pid)
+        logger.warning("vLLM's core was started anew, which takes longer: the process %d did not fit", early.pid)
     return engine

@@ -53,6 +53,16 @@ def test_an_interpreter_that_has_failed_or_would_be_another_one_is_not_used(monk
     assert not waiting.can_take()
 
 
+def test_a_process_that_inherits_files_is_spawned() -> None:
+    early = EarlyProcess("pass")
+    ours, theirs = multiprocessing.Pipe()
+    process = early.context().Process(target=theirs.send_bytes, args=(b"said",))
+    process.start()
+    assert ours.recv_bytes() == b"said"
+    process.join()
+    assert not early.used and process.pid != early.pid
+
+
 def test_it_ends_with_its_parent_however_that_ends() -> None:
     program = (
         "from rlframe.utils.early_process import EarlyProcess\n"

@@ -39,6 +39,9 @@ from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor
 from rlframe.weight_sync.proof.digest import digest
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers that have the bits of a number, by its bytes."""
+
 
 class Trainer:
     """One rank. Every method is called on all ranks of the group at once."""
@@ -200,10 +203,21 @@ class Trainer:
     def negate(self) -> None:
         """Changes the sign of every weight of this rank. A second call undoes it bit for bit. Whoever computes with
         some of the weights of before gets other outputs."""
-        # A tied weight has two names.
-        for value in {value.data_ptr(): value for value in self.model.parameters.values()}.values():
+        for value in self._weights_once():
             value.neg_()
         self._weights_changed()
+
+    @torch.no_grad()
+    def flip_last_bits(self) -> None:
+        """Flips the last bit of every weight of this rank: the smallest change that its number format has. A second
+        call undoes it bit for bit. Outputs change by about as much as rounding changes them."""
+        for value in self._weights_once():
+            value.view(INTEGERS[value.element_size()]).bitwise_xor_(1)
+        self._weights_changed()
+
+    def _weights_once(self) -> list[Tensor]:
+        """Returns each weight once: a tied one has two names."""
+        return list({value.data_ptr(): value for value in self.model.parameters.values()}.values())
 
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[UpdateResult]:
         """Takes one optimizer step per entry of `steps`. Returns their results.

@@ -38,12 +38,16 @@ class PendingRequest:
         self._starts: list[tuple[int, int]] = [(version, 0)]
         """Start of each version: pairs of version and number of tokens that preceded it, in order."""
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Appends the tokens sampled since the last call."""
-        assert len(token_ids) == len(logprobs), "every token has a logprob"
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Appends the tokens sampled since the last call.
+
+        Args:
+            logprobs: None if those of the whole response come when it has ended.
+        """
+        assert logprobs is None or len(token_ids) == len(logprobs), "every token has a logprob"
         mark(f"token {len(self.token_ids) + len(token_ids)} of request {self.name}")
         self.token_ids += token_ids
-        self.logprobs += logprobs
+        self.logprobs += logprobs or ()
 
     def finish(self, reason: str) -> None:
         """Records that the request has ended.

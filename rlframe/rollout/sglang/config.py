@@ -22,6 +22,7 @@ OWN_OPTIONS = frozenset(
         "ep_size",
         "load_format",
         "max_running_requests",
+        "max_total_tokens",
         "mem_fraction_static",
         "model_loader_extra_config",
         "model_path",

@@ -20,6 +20,7 @@ import torch
 from rlframe.models.families.base import Architecture
 from rlframe.models.remote_code import runs_config
 from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.served.cache import CPU_CACHE_BYTES, token_bytes
 from rlframe.rollout.served.plain import overrides_of
 from rlframe.rollout.sglang.border import EngineHost
 from rlframe.rollout.sglang.config import SglangConfig
@@ -30,9 +31,9 @@ from rlframe.utils.faults import Fault
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-CPU_CACHE_BYTES = 1 << 30
-"""Bytes of the key-value cache on a CPU. A fraction of all memory would leave too little for the rest of the
-machine."""
+FREE_FRACTION = 0.9
+"""Value of SGLang's `mem_fraction_static` beside a cache of a given size: the part of the free memory that the weights
+and the cache may take at most."""
 ROOM = 8
 """Number of positions that SGLang reserves: a sequence must be shorter than its context length by 1 to 6 tokens."""
 CLOSE_S = 10.0
@@ -98,17 +99,15 @@ def engine_arguments(
     }
     if cuda:
         options |= {
-            "mem_fraction_static": config.gpu_memory_utilization,
-            "enable_memory_saver": True,
+            "mem_fraction_static": config.gpu_memory_utilization if config.measures_memory else FREE_FRACTION,
+            "enable_memory_saver": config.sleeps,
             "enable_weights_cpu_backup": config.sleep_level == 1,
         }
     else:
-        token_bytes = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * dtype.itemsize
-        options |= {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "max_total_tokens": max(CPU_CACHE_BYTES // token_bytes, max_length + ROOM),
-        }
+        options |= {"device": "cpu", "attention_backend": "torch_native"}
+    if cache_bytes := config.cache_bytes or (None if cuda else CPU_CACHE_BYTES):
+        tokens = int(cache_bytes / token_bytes(architecture, tp=config.tp, itemsize=dtype.itemsize))
+        options |= {"max_total_tokens": max(tokens, max_length + ROOM)}
     options |= config.engine_options
     if plain := overrides_of(folder):
         given = json.loads(options.get("json_model_override_args") or "{}")

@@ -137,6 +137,12 @@ NEEDS = (
         ("cluster",),
     ),
     Need(
+        ("rollout.sleep_level",),
+        lambda run: samples(run) and isinstance(run.rollout, ServedConfig) and not run.cluster.colocate,
+        "cluster.colocate=false, which gives engines devices of their own",
+        ("algorithm", "cluster"),
+    ),
+    Need(
         ("rollout.compile",),
         lambda run: isinstance(run.rollout, ServedConfig) and run.rollout.enforce_eager,
         "rollout.enforce_eager=true",

@@ -118,6 +118,15 @@ def test_an_engine_claims_its_part_of_the_device_and_its_cache_is_the_rest(tmp_p
     assert claimed == pytest.approx(found.accelerator.memory_bytes / 2)
 
 
+def test_an_engine_that_never_sleeps_holds_its_cache_beside_the_policy(tmp_path: Path) -> None:
+    never = ("rollout.sleep_level=0", "rollout.kv_cache_gb=20")
+    sleeps, stays = (planned(tmp_path / "a", QWEN3_4B, *settings) for settings in ((), never))
+    freed = {phase: stays.devices[0].bytes_at(phase) - sleeps.devices[0].bytes_at(phase) for phase in stays.phases}
+    assert stays.engine is not None and stays.engine.cache_bytes == 20e9
+    assert freed[Phase.TRAIN] == pytest.approx(20e9 + 2 * 4_022_468_096 + 1.5e9)
+    assert freed[Phase.SYNC] == pytest.approx(20e9)
+
+
 def test_a_process_that_does_not_sleep_keeps_the_memory_of_its_work() -> None:
     work = {Phase.TRAIN: (Part("activations", 5.0),), Phase.LOGPROBS: (Part("logits", 3.0),)}
     awake = Process(role="policy", resident=(Part("parameters", 2.0),), work=work)

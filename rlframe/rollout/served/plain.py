@@ -51,7 +51,7 @@ def plain_config(hf: Any, *, overrides: Mapping[str, Any]) -> Any:
         if hasattr(each, stated.KEY):
             delattr(each, stated.KEY)
     for key, value in overrides.items():
-        inner = getattr(hf, key, None)
+        inner: Any = getattr(hf, key, None)
         if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
             inner.update(value)
         else:

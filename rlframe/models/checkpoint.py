@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlframe.models.hub import read_json
 from rlframe.models.quantized import stated
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.utils.errors import CheckpointError
@@ -39,7 +40,7 @@ class CheckpointReader:
         missing = sorted({str(path) for path in self._file_of.values() if not path.is_file()})
         if missing:
             raise CheckpointError(f"{folder / INDEX} names files that do not exist: {', '.join(missing)}")
-        hf = json.loads((folder / "config.json").read_bytes()) if (folder / "config.json").is_file() else {}
+        hf = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
         self._quantization = stated.quantization(hf)
         self._dtype = stated.dtype(hf) if self._quantization else None
 

@@ -12,12 +12,14 @@ from rlframe.models.quantized.mxfp4 import Mxfp4
 
 KEY = "quantization_config"
 READ = "fp8 (weight_block_size), mxfp4 and compressed-tensors (pack-quantized with 4 bits in symmetric groups)"
+MOST_SIZE = 2**20
+"""Most rows or columns of a block."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def section(hf: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the quantization_config of config.json, or that of its text model. None if the weights are plain."""
-    return hf.get(KEY) or (hf.get("text_config") or {}).get(KEY) or None
+    return hf.get(KEY) or _inner(hf).get(KEY) or None
 
 
 def quantization(hf: Mapping[str, Any]) -> Quantization | None:
@@ -47,7 +49,7 @@ def faults(hf: Mapping[str, Any]) -> list[str]:
         return []
     if not isinstance(stated, dict):
         return [f"{KEY} must be a section of named values, got {stated!r:.60}"]
-    if _dtype(hf) not in DTYPES:
+    if not isinstance(_dtype(hf), str) or _dtype(hf) not in DTYPES:
         return [f"dtype must be one of {', '.join(DTYPES)}, got {_dtype(hf)!r:.60}"]
     match stated.get("quant_method"):
         case "fp8":
@@ -71,16 +73,21 @@ _WAY_OUT = "use a checkpoint of it in bfloat16"
 
 
 def _dtype(hf: Mapping[str, Any]) -> Any:
-    inner = hf.get("text_config") or {}
-    return next((each[key] for each in (hf, inner) for key in ("dtype", "torch_dtype") if each.get(key)), "bfloat16")
+    places = ((each, key) for each in (hf, _inner(hf)) for key in ("dtype", "torch_dtype"))
+    return next((each[key] for each, key in places if each.get(key)), "bfloat16")
+
+
+def _inner(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the section about the text model inside another one."""
+    found = hf.get("text_config")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _of_fp8(stated: Mapping[str, Any]) -> list[str]:
     found, block = [], stated.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    ):
-        found.append(f"{KEY}.weight_block_size must be two whole numbers above 0, got {block!r:.60}")
+    sizes = block if isinstance(block, list) else []
+    if block is not None and [type(size) is int and 0 < size <= MOST_SIZE for size in sizes] != [True, True]:
+        found.append(f"{KEY}.weight_block_size must be two whole numbers from 1 to {MOST_SIZE}, got {block!r:.60}")
     if (stated.get("fmt") or "e4m3") != "e4m3":
         found.append(f"{KEY}.fmt must be e4m3, got {stated['fmt']!r:.60}")
     return found
@@ -113,7 +120,7 @@ def _of_packed(stated: Mapping[str, Any]) -> list[str]:
     ]
     sizes = {str(rule.get("group_size")): rule.get("group_size") for rule in rules}
     size = next(iter(sizes.values()), None)
-    if len(sizes) != 1 or type(size) is not int or size <= 0 or size % PER_WORD:
+    if len(sizes) != 1 or type(size) is not int or not 0 < size <= MOST_SIZE or size % PER_WORD:
         got = ", ".join(sizes) or None
         found.append(f"{KEY}.config_groups: weights.group_size must be one multiple of {PER_WORD}, got {got}")
     return found

@@ -51,7 +51,7 @@ def plain_config(hf: Any, *, overrides: Mapping[str, Any]) -> Any:
         if hasattr(each, stated.KEY):
             delattr(each, stated.KEY)
     for key, value in overrides.items():
-        inner = getattr(hf, key, None)
+        inner: Any = getattr(hf, key, None)
         if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
             inner.update(value)
         else:
@@ -61,6 +61,7 @@ def plain_config(hf: Any, *, overrides: Mapping[str, Any]) -> Any:
 
 def overrides_of(folder: Path) -> dict[str, Any]:
     """Returns the values of config.json that must change for a model with plain weights. Empty if they are plain."""
-    hf, null = read_config(folder), {stated.KEY: None}
-    found: dict[str, Any] = null if hf.get(stated.KEY) else {}
-    return found | ({"text_config": null} if (hf.get("text_config") or {}).get(stated.KEY) else {})
+    if not is_quantized(folder):
+        return {}
+    null = {stated.KEY: None}
+    return null if read_config(folder).get(stated.KEY) else {"text_config": null}

@@ -236,6 +236,13 @@ def test_what_is_not_read_is_refused_by_its_key(section: dict[str, Any], said: s
     assert stated.quantization({"quantization_config": section}) is None
 
 
+@pytest.mark.parametrize("value", [[], "x", 3, {"quantization_config": 5}])
+def test_sections_of_another_kind_break_nothing(value: Any) -> None:
+    assert stated.quantization({"text_config": value}) is None
+    assert stated.quantization({"quantization_config": value}) is None
+    assert stated.faults({"quantization_config": CONFIGS["fp8"], "dtype": [value]})
+
+
 def test_config_of_a_text_model_inside_another_counts() -> None:
     inner = {"text_config": {"quantization_config": CONFIGS["mxfp4"], "dtype": "float16"}}
     assert isinstance(stated.quantization(inner), Mxfp4) and stated.dtype(inner) == torch.float16

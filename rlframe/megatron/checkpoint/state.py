@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -50,7 +51,7 @@ from rlframe.megatron.memory.reference import ReferenceWeights
 from rlframe.megatron.model.heads import NoEntry
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.proof import replicas
-from rlframe.megatron.worker.optimizer import Optimizer
+from rlframe.megatron.skipping.outliers import Outliers
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files import write_whole, writing
@@ -63,17 +64,19 @@ ROOM_BYTES = 1 << 16
 
 def stage(
     model: Model,
-    optimizer: Optimizer | None,
+    optimizer: MegatronOptimizer | None,
     folder: Path,
     *,
     copy: bool,
     reference: ReferenceWeights | None = None,
+    outliers: Outliers | None = None,
 ) -> Staged:
     """Returns the data that this rank has to write into the existing `folder`. All ranks must call it together.
 
     Args:
         optimizer: None saves weights only.
         reference: a reference that follows the policy, and so has changed since the run began.
+        outliers: the gradient norms by which steps are skipped.
         copy: whether to copy the data to host memory, so that training may continue before the files are written.
 
     Raises:
@@ -90,8 +93,8 @@ def stage(
             [rectangle for _, _, rectangles in part_state(part, weights) for rectangle in rectangles]
             for part in parts(optimizer)
         ]
-        if optimizer.outliers:
-            state["outliers"] = optimizer.outliers.state()
+        if outliers:
+            state["outliers"] = outliers.state()
     if reference is not None:
         state |= reference_by_chunk(model, reference)
     replicas.require_equal(state, step_counts(optimizer) if optimizer is not None else ())
@@ -110,17 +113,19 @@ def complete(staged: Staged, written: list[Written]) -> None:
 @torch.no_grad()
 def load(
     model: Model,
-    optimizer: Optimizer,
+    optimizer: MegatronOptimizer,
     folder: Path,
     *,
     num_optimizer_steps: int,
     reference: ReferenceWeights | None = None,
+    outliers: Outliers | None = None,
 ) -> None:
     """Reads this rank's part back, in place.
 
     Args:
         num_optimizer_steps: number of optimizer steps before the state was saved; at least 1.
         reference: a reference that follows the policy, which is read too.
+        outliers: the gradient norms by which steps are skipped, which are read too.
 
     Raises:
         CheckpointError: the checkpoint in `folder` belongs to another model.
@@ -131,12 +136,12 @@ def load(
         allocate_moments(part)
         states.append(list(part_state(part, weights)))
     rectangles = [[rectangle for *_, own in state for rectangle in own] for state in states]
-    outliers = {"outliers": optimizer.outliers.state()} if optimizer.outliers else {}
-    loaded = read({**weights, "optimizer": rectangles, **outliers}, folder)
+    norms = {"outliers": outliers.state()} if outliers else {}
+    loaded = read({**weights, "optimizer": rectangles, **norms}, folder)
     put(model, loaded)
-    if optimizer.outliers:
-        optimizer.outliers.load(loaded["outliers"])
-        num_optimizer_steps -= optimizer.outliers.skipped
+    if outliers:
+        outliers.load(loaded["outliers"])
+        num_optimizer_steps -= outliers.skipped
     for part, state in zip(parts(optimizer), states, strict=True):
         give_back(part, state)
         set_step_count(part.optimizer, num_optimizer_steps)
@@ -144,7 +149,7 @@ def load(
         load_reference(model, reference, folder)
 
 
-def load_weights(model: Model, optimizer: Optimizer, folder: Path) -> None:
+def load_weights(model: Model, optimizer: MegatronOptimizer, folder: Path) -> None:
     """Reads weights only, from a checkpoint with or without moments. The main weights become the same. A head that the
     checkpoint of a language model lacks is unchanged.
 

@@ -39,6 +39,9 @@ class MuonConfig:
     newton_schulz_steps: Annotated[int, Range(1, 100)] = 5
     """Number of steps of the iteration that orthogonalises an update."""
 
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
@@ -87,7 +90,7 @@ class OptimizerConfig:
 
     @property
     def skips(self) -> bool:
-        """Whether a step may be skipped."""
+        """Returns whether a step may be skipped."""
         return self.skip_norm_above is not None or self.skip_outlier_factor is not None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,1 @@
+"""Muon: the matrices of a model orthogonalised, each by one rank."""

@@ -12,7 +12,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients a, b and c of Jordan et al.: x -> a x + b x^3 + c x^5 brings singular values in (0, 1] near 1 in five
 steps, to between 0.7 and 1.2."""
 EPSILON = 1e-7
-"""What Jordan et al. add to the norm, so that a matrix of zeros stays one."""
+"""Addition to the norm, as of Jordan et al.: a matrix of zeros stays one."""
 
 
 def orthogonalize(matrices: Tensor, *, steps: int) -> Tensor:

@@ -13,7 +13,7 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.model.training_fields import optimizer_fields
 from rlframe.megatron.muon.muon import Muon
-from rlframe.megatron.worker.outliers import Outliers
+from rlframe.megatron.skipping.outliers import Outliers
 from rlframe.utils.errors import RlframeError
 
 

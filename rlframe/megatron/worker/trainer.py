@@ -277,7 +277,14 @@ class Trainer:
 
     def stage(self, folder: pathlib.Path, *, copy: bool) -> None:
         """Plans the files of the training state; see `checkpoint.stage`. `write` and `complete` do the rest."""
-        self.staged = checkpoint.stage(self.model, self.optimizer, folder, copy=copy, reference=self.following)
+        self.staged = checkpoint.stage(
+            self.model,
+            self.optimizer,
+            folder,
+            copy=copy,
+            reference=self.following,
+            outliers=self.optimizer.outliers,
+        )
 
     def write(self, *, verify: bool) -> Written:
         """Writes this rank's file of the staged state. It may run during training if the state was copied."""
@@ -298,7 +305,12 @@ class Trainer:
     def load(self, folder: pathlib.Path, *, num_optimizer_steps: int) -> None:
         """Resumes from the training state in `folder`, saved after `num_optimizer_steps`."""
         checkpoint.load(
-            self.model, self.optimizer, folder, num_optimizer_steps=num_optimizer_steps, reference=self.following
+            self.model,
+            self.optimizer,
+            folder,
+            num_optimizer_steps=num_optimizer_steps,
+            reference=self.following,
+            outliers=self.optimizer.outliers,
         )
         self._weights_changed()
 

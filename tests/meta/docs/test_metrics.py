@@ -13,7 +13,7 @@ from tests.meta.checkout import ROOT
 AREAS = "cluster|critic|data|environment|evaluation|memory|moe|profile|reward|rollout|throughput|time|train|weight_sync"
 KEY = re.compile(rf"(?:{AREAS})/[A-Za-z0-9_*{{]+(?:/[A-Za-z0-9_*]+)?")
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-BY_PART = ("grad_norm_*", "update_ratio", "update_ratio_*")
+BY_PART = ("skipped_steps", "grad_norm_*", "update_ratio", "update_ratio_*")
 CRITIC = "rlframe/algorithms/critic.py"
 """The loss whose metrics are logged under critic/ in the place of train/."""
 ROLES = ("policy", "critic", "engine", "driver")

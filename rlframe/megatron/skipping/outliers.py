@@ -43,7 +43,7 @@ class Outliers:
         return {KEY: ShardedTensor.from_rank_offsets(KEY, values, replica_id=dist.get_rank())}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Goes on from the entry of a checkpoint, with the values that were read."""
+        """Sets the count and the norms to those of a checkpoint's entry that was read."""
         count, *norms = state[KEY].tolist()
         self.skipped = int(count)
         self._norms = deque((norm for norm in reversed(norms) if norm == norm), maxlen=WINDOW)

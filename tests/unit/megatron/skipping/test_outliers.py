@@ -5,7 +5,7 @@ from rlframe.megatron.config.optimizer import OptimizerConfig
 
 def outliers(**settings: float):  # noqa: ANN201
     """Returns the rule of these settings."""
-    from rlframe.megatron.worker.outliers import Outliers  # noqa: PLC0415 - imports Megatron
+    from rlframe.megatron.skipping.outliers import Outliers  # noqa: PLC0415 - imports Megatron
 
     return Outliers(OptimizerConfig(**settings))
 

@@ -94,10 +94,6 @@ def test_as_dict_is_what_build_reads() -> None:
     [
         ({"train": {"optimzer": {"lr": 1}}}, "train.optimzer.lr is not a key; did you mean train.optimizer.lr?"),
         ({"train": {"lr": 1}}, "train.lr is not a key; did you mean train.optimizer.lr?"),
-        (
-            {"rollout": {"environment": "single_turn"}},
-            "rollout.environment is not a key; did you mean environment.name?",
-        ),
         ({"trian": {"parallel": "d2"}}, "trian.parallel is not a key; did you mean train.parallel?"),
         ({"train": {"optimizer": {"lrr": 1}}}, "train.optimizer.lrr is not a key; did you mean train.optimizer.lr?"),
         (

@@ -284,6 +284,11 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         asked = [self.workers.ask(rank, TrainerRank.weights, call, channel) for rank, call in enumerate(calls)]
         return self.workers.wait(asked, doing=f"weight sync ({calls[0]})")
 
+    def warm_up_sync(self) -> None:
+        """Has every rank compile what its first weight sync needs, and does not wait for it. What fails here fails
+        again, and is told, when the sync connects."""
+        self.workers.ask_all(TrainerRank.weights, RankCall.of(SourceRank.warm_up), "")
+
     def channel(self, name: str) -> SourceGroup:
         """Returns the source of a further weight sync, which connects to other engines by another plan."""
         return Channel(self, name)

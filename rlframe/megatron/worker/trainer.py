@@ -34,7 +34,7 @@ from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
-from rlframe.types.results import Mean, Metric, UpdateResult, merge
+from rlframe.types.results import Mean, Metric, Peak, UpdateResult, merge
 from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor
 from rlframe.weight_sync.proof.digest import digest
@@ -247,9 +247,14 @@ class Trainer:
                 train.optimizer,
                 step_index=first_step + index,
                 total_steps=self.setup.total_optimizer_steps,
+                measured=measured,
             )
-            norms |= self.norms.update(num_steps=first_step + index + 1) if measured else {}
+            skipping = self.optimizer.outliers
+            if measured and not self.optimizer.skipped:
+                num_steps = first_step + index + 1 - (skipping.skipped if skipping else 0)
+                norms |= self.norms.update(num_steps=num_steps)
             metrics = {key: Mean(value, 1.0) for key, value in (updated | norms).items()} | self.expert_load.take()
+            metrics |= {"train/skipped_steps": Peak(skipping.skipped)} if skipping else {}
             metrics |= self.model.replay.take() if self.model.replay else {}
             metrics = merge(each.metrics for each in passes) | metrics
             kept = [each.kept_logprobs for each in passes] if self.coordinates.reports else []

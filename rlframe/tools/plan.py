@@ -28,6 +28,9 @@ from rlframe.utils.errors import ConfigError, RlframeError
 from rlframe.utils.faults import Fault
 from rlframe.utils.text import printable
 
+PLANNED = (Mode.TRAIN, Mode.SELF_TEST)
+"""Modes that train: the steps of a self test are those of a run."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the plan of the run on the command line. Returns the exit status."""
@@ -35,10 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     accelerator = KINDS[options.device] if options.device else this_machine()
     try:
         run = on(accelerator, of_arguments(options))
-        if run.mode is not Mode.TRAIN:
-            raise ConfigError(
-                [Fault("mode", "must be train: only training is planned", got=run.mode, hint="remove it")]
-            )
+        if run.mode not in PLANNED:
+            raise ConfigError([unplanned(run)])
         faults = planned_faults(run)
         found = plan(
             run,
@@ -60,6 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         Path(options.json).write_text(json.dumps(facts(found, faults, layouts), indent=1) + "\n")
     return 0 if found.fits and not faults else 1
+
+
+def unplanned(run: RunConfig) -> Fault:
+    """Returns the fault of a run that trains nothing."""
+    return Fault(
+        "mode",
+        f"must be {' or '.join(PLANNED)}",
+        got=run.mode,
+        why="without a trainer there is nothing to lay out: each engine takes rollout.gpu_memory_utilization of its "
+        "devices, and refuses at its start a model that does not fit there",
+        hint="remove it to plan the training of the same model",
+    )
 
 
 def best_layouts(found: Plan, given: int | None) -> list[Layout]:

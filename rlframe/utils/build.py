@@ -282,8 +282,11 @@ def _keys(builder: _Builder, kind: Any, values: Any, key: Key) -> Iterator[Key]:
 
 
 def _nearest(key: str, known: list[str]) -> str | None:
-    """Returns the known key with the same ending (`train.lr` for `train.optimizer.lr`) or a similar spelling."""
+    """Returns the known key with the same ending (`train.lr` for `train.optimizer.lr`), the name of such a section
+    (`rollout.environment` for `environment.name`), or a similar spelling."""
     ending = key.rpartition(".")[2]
     endings = {name: name.rpartition(".")[2] for name in known}
+    if ending not in endings.values() and f"{ending}.name" in known:
+        return f"{ending}.name"
     alike = [name for name in known if get_close_matches(ending, [endings[name]])]
     return next(iter(get_close_matches(key, [name for name in alike if endings[name] == ending] or alike, 1)), None)

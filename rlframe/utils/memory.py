@@ -30,12 +30,12 @@ class MemoryUse:
 
     @property
     def current_bytes(self) -> int:
-        """What its device gave it: of a GPU what is reserved, of a CPU what is resident."""
+        """Returns what its device gave it: of a GPU what is reserved, of a CPU what is resident."""
         return self.resident_bytes if self.reserved_bytes is None else self.reserved_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The greatest `current_bytes` so far."""
+        """Returns the greatest `current_bytes` so far."""
         return self.resident_peak_bytes if self.reserved_peak_bytes is None else self.reserved_peak_bytes
 
 

@@ -316,7 +316,7 @@ class OfflineProcedure(Procedure[OfflineLoop]):
 
 @contextmanager
 def flipped(policy: PolicyGroup) -> Iterator[None]:
-    """Flips the last bit of every weight of the policy while it is entered."""
+    """Changes the last bit of every weight of the policy while it is entered."""
     policy.flip_last_bits()
     try:
         yield

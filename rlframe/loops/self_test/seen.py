@@ -114,9 +114,9 @@ class Rounding:
     """The mean change of the trainer's logprobs when the last bit of every weight flips."""
 
     sampled_nats: float
-    """Of the tokens in the loss."""
+    """Change for the tokens in the loss."""
     fixed_nats: float
-    """Of the fixed sequences."""
+    """Change for the fixed sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -139,7 +139,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         self.workers.wait(self.workers.ask_all(TrainerRank.negate), doing="change of signs")
 
     def flip_last_bits(self) -> None:
-        """Flips the last bit of every weight, the smallest change that its number format has. A second call undoes it
+        """Changes the last bit of every weight, the smallest change that its number format has. A second call undoes it
         bit for bit. It measures how far rounding moves the outputs: training must not go on in between."""
         self.workers.wait(self.workers.ask_all(TrainerRank.flip_last_bits), doing="flip of last bits")
 

@@ -99,7 +99,7 @@ class TrainerRank(ScoringRank, Protocol):
         ...
 
     def flip_last_bits(self) -> None:
-        """Flips the last bit of every weight. A second call undoes it bit for bit."""
+        """Changes the last bit of every weight. A second call undoes it bit for bit."""
         ...
 
     def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> Trained:

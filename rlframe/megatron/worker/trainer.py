@@ -209,7 +209,7 @@ class Trainer:
 
     @torch.no_grad()
     def flip_last_bits(self) -> None:
-        """Flips the last bit of every weight of this rank: the smallest change that its number format has. A second
+        """Changes the last bit of every weight of this rank: the smallest change that its number format has. A second
         call undoes it bit for bit. Outputs change by about as much as rounding changes them."""
         for value in self._weights_once():
             value.view(INTEGERS[value.element_size()]).bitwise_xor_(1)

@@ -54,6 +54,7 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
     [
         ("train.optimzer.lr=1", "train.optimzer.lr is not a key; did you mean train.optimizer.lr?"),
         ("algorithm.groupsize=4", "algorithm.groupsize is not a key; did you mean algorithm.group_size?"),
+        ("rollout.environment=single_turn", "rollout.environment is not a key; did you mean environment.name?"),
         ("rollout.max_token=4", "rollout.max_token is not a key; did you mean rollout.max_tokens?"),
         ("algorithm.name=gpro", "algorithm.name must be one of cispo, classification, "),
         ("algorithm.group_size=1", "algorithm.group_size must be at least 2 for grpo, got 1"),

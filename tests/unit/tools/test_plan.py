@@ -44,7 +44,7 @@ def test_faults_are_listed_all_at_once_and_a_layout_that_cannot_be_counted_is_re
     assert plan.main([*DEVICE, *overrides]) == 1
     assert "tp 3 must divide num_attention_heads 32" in capsys.readouterr().err
     assert plan.main([*DEVICE, *CUDA, "mode=generate"]) == 1
-    assert "mode must be train" in capsys.readouterr().err
+    assert "mode must be train or self_test" in capsys.readouterr().err
     faulty = [*CUDA, f"model.path={folder(tmp_path / 'm', QWEN3_4B)}", "train.moe.aux_loss_coefficient=0.1"]
     assert plan.main([*DEVICE, *faulty, "data.max_prompt_tokens=50000"]) == 1
     out = capsys.readouterr().out

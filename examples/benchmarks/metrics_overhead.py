@@ -1,0 +1,136 @@
+"""What metrics, alerts, kept attempts, timeline, TensorBoard and report.html cost a step, all together.
+
+    python examples/benchmarks/metrics_overhead.py [--pairs 12] [--block 10] [key=value ...]
+
+Runs the main job (embedded model, CPU) in this program, in turns of blocks of steps: in one block everything is on, as
+by default, in the next one what only tells people is left out. Training is the same in both. Of each block it measures
+seconds by the clock and CPU seconds of the driver and of its processes, and compares neighbours, so that other programs
+on the machine disturb both alike. CPU seconds inside the functions themselves are measured too, which nothing disturbs;
+they leave out other threads (page, TensorBoard, compression). Prints JSON and writes `results/metrics_overhead.json`.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlframe.loops.callbacks import Callback
+from rlframe.loops.online import OnlineLoop
+from rlframe.loops.reporting.advantage_stats import AdvantageStats
+from rlframe.loops.reporting.metrics import MetricsLog
+from rlframe.loops.reporting.samples import Chosen
+from rlframe.run.library import run
+from rlframe.run.load import load
+
+RESULT = Path(__file__).parent / "results/metrics_overhead.json"
+WARM_UP_BLOCKS = 2
+Seconds = dict[str, float]
+
+
+class Blocks(Callback):
+    """Measures blocks of steps, of which every second one tells nothing."""
+
+    def __init__(self, block: int):
+        self.block, self.on = block, True
+        self.inside_s = 0.0
+        """CPU seconds inside the functions that tell, so far."""
+        self.found: list[tuple[bool, Seconds]] = []
+        """Whether a block told, and its seconds a step."""
+        self._last: Seconds | None = None
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See Callback."""
+        if step % self.block:
+            return
+        now = {"clock": time.monotonic(), **cpu_s(), "inside": self.inside_s}
+        if self._last:
+            self.found.append((self.on, {name: (now[name] - self._last[name]) / self.block for name in now}))
+        self._last, self.on = now, not self.on
+
+    def switch(self, owner: type, name: str, off: Callable[..., Any]) -> None:
+        """Lets a method that tells do `off` instead in every second block, and measures it in the others."""
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if not self.on:
+                return off(*arguments, **named)
+            began = time.thread_time()
+            try:
+                return original(*arguments, **named)
+            finally:
+                self.inside_s += time.thread_time() - began
+
+        setattr(owner, name, call)
+
+
+def cpu_s() -> Seconds:
+    """Returns the CPU seconds of this process and of those that it has started and that live."""
+    children = 0.0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        children += times.user + times.system
+    return {"driver_cpu": time.process_time(), "processes_cpu": children}
+
+
+def times_only(loop: OnlineLoop, *_: Any) -> dict[str, float]:
+    """Stands for OnlineLoop.describe: the phases begin again, and nothing is counted."""
+    return loop.phase.step_times({})
+
+
+def nothing_kept(_: MetricsLog, step: int, rollouts: Any, batch: Any = None, *, evaluation: str = "") -> Chosen:
+    """Stands for MetricsLog.choose_samples."""
+    return Chosen(step=step, rollouts=rollouts, places={}, batch=batch, evaluation=evaluation)
+
+
+def compared(found: list[tuple[bool, Seconds]]) -> dict[str, Any]:
+    """Returns seconds of a step with and without, and the difference of neighbours."""
+    pairs = [(one, other) for (on, one), (_, other) in zip(found[::2], found[1::2], strict=False) if on]
+    pairs += [(other, one) for (on, one), (_, other) in zip(found[::2], found[1::2], strict=False) if not on]
+    answer: dict[str, Any] = {}
+    for name in ("clock", "driver_cpu", "processes_cpu"):
+        extra = [one[name] - other[name] for one, other in pairs]
+        without = statistics.median(other[name] for _, other in pairs)
+        answer[name] = {
+            "without_s": without,
+            "extra_s": statistics.median(extra),
+            "extra_standard_error_s": statistics.stdev(extra) / len(extra) ** 0.5,
+            "extra_fraction": statistics.median(extra) / without,
+        }
+    inside = statistics.median(one["inside"] for one, _ in pairs)
+    cpu = statistics.median(one["driver_cpu"] + one["processes_cpu"] for one, _ in pairs)
+    return answer | {"inside": {"cpu_s": inside, "fraction_of_cpu": inside / cpu}, "pairs": len(pairs)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks (default %(default)s)")
+    parser.add_argument("--block", type=int, default=10, help="steps of a block (default %(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_args()
+    blocks = Blocks(options.block)
+    blocks.switch(OnlineLoop, "describe", times_only)
+    blocks.switch(MetricsLog, "log", lambda log, step, metrics: log.callbacks.on_step(step, metrics))
+    blocks.switch(MetricsLog, "log_samples", lambda *_: None)
+    blocks.switch(MetricsLog, "choose_samples", nothing_kept)
+    blocks.switch(AdvantageStats, "of", lambda *_: {})
+    # The first block of all is not measured: it has no beginning.
+    steps = options.block * (2 * options.pairs + WARM_UP_BLOCKS + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"steps={steps}", "evaluation.every_steps=0", "checkpoint.every_steps=0", "logging.progress=false"]
+        run(load("grpo_qwen3_moe", [*settings, f"output={folder}/run", *options.overrides]), callbacks=[blocks])
+    answer = compared(blocks.found[WARM_UP_BLOCKS:]) | {"block_steps": options.block, "overrides": options.overrides}
+    RESULT.write_text(json.dumps(answer, indent=1) + "\n")
+    print(json.dumps(answer, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,13 @@
 """Small random models of every family, in Hugging Face format, made by transformers itself."""
 
+import json
 import pathlib
 from typing import Any
 
 import torch
 import transformers
+
+from rlframe.models.transformers_config import SAME_AS
 
 COMMON: dict[str, Any] = {
     "vocab_size": 67,
@@ -48,6 +51,8 @@ YARN: dict[str, Any] = {
 }
 MSCALE: dict[str, Any] = {"mscale": 0.7, "mscale_all_dim": 1.0}
 """The two differ, so that one in place of the other shows."""
+LARGE_EPS = 0.01
+"""Of norms that are not those of latent vectors, whose epsilon is 1e-6: one in place of the other shows."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "llama_scaled": (
@@ -85,7 +90,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe": ("Glm4MoeConfig", ROUTED | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "deepseek_v3": ("DeepseekV3Config", LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}),
-    "deepseek_v3_yarn": ("DeepseekV3Config", LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE}),
+    "deepseek_v3_yarn": (
+        "DeepseekV3Config",
+        LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE, "rms_norm_eps": LARGE_EPS},
+    ),
+    "kimi_k2": (
+        "DeepseekV3Config",
+        LATENT
+        | {
+            "n_shared_experts": 1,
+            "rms_norm_eps": LARGE_EPS,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0},
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        LATENT | {"n_shared_experts": 1, "rms_norm_eps": LARGE_EPS, "pad_token_id": None},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -116,12 +137,23 @@ def make(name: str, folder: pathlib.Path, **changes: Any) -> transformers.PreTra
             # Norms and biases start as ones and zeros, which would hide a swap.
             if parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * (0.3 if "norm" in parameter_name else 0.1))
-        for name, buffer in model.named_buffers():
+        for buffer_name, buffer in model.named_buffers():
             # Wide enough to change the choice of experts.
-            if name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
+    if name in SAME_AS:
+        name_anew(folder, name)
     return model.eval()
+
+
+def name_anew(folder: pathlib.Path, model_type: str) -> None:
+    """Write into the config of a model that transformers wrote under another type what its hub has besides: the type,
+    the name of code that nothing runs, and keys that only this code and vLLM read."""
+    file = folder / "config.json"
+    own = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    own |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
 
 
 def on_disk(name: str, value: torch.Tensor, model_type: str = "") -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
@@ -21,10 +22,12 @@ from transformers import (
 
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import FAMILIES, load_family, read_config
+from rlframe.models.transformers_config import SAME_AS
 from rlframe.rollout.transformers.layout import engine_layouts
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
 from rlframe.weight_sync.layout.memory import clear_padding, export_tensor, load_tensor, record
+from tests.tiny_models import name_anew
 from tests.unit.models.parameters import empty, shapes, shards
 
 SIZES = {
@@ -72,9 +75,15 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
         DeepseekV3Config(**(SIZES | ROUTED | LATENT)),
         DeepseekV3Config(**(SIZES | ROUTED | LATENT | {"q_lora_rank": None})),
     ],
+    "kimi_k2": [DeepseekV3Config(**(SIZES | ROUTED | LATENT))],
+    "glm4_moe_lite": [Glm4MoeLiteConfig(**(SIZES | ROUTED | LATENT))],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
 }
-REFUSED = {"gemma3": "vision tower", "gemma3_text": "the norms behind attention .* Megatron-Core 0.16.1"}
+REFUSED = {
+    "kimi_k25": "vision tower .* text_config as config.json",
+    "gemma3": "vision tower",
+    "gemma3_text": "the norms behind attention .* Megatron-Core 0.16.1",
+}
 DENSE = {"llama", "qwen2", "qwen3"}
 WHOLE_EXPERTS = {"gpt_oss"}
 """Families whose experts no tensor parallelism cuts."""
@@ -100,6 +109,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Family, Archi
     """A small model as transformers saves it, with our reading of its config."""
     name, index = request.param
     AutoModelForCausalLM.from_config(CONFIGS[name][index]).save_pretrained(tmp_path)
+    if name in SAME_AS:
+        name_anew(tmp_path, name)
     family = load_family(tmp_path)
     return family, family.architecture(read_config(tmp_path)), tmp_path
 

@@ -76,6 +76,7 @@ FIELDS: dict[str, Rule] = {
     "mlp_only_layers": WHOLES,
     "decoder_sparse_step": whole(1, MOST_LAYERS),
     "first_k_dense_replace": whole(0, MOST_LAYERS),
+    "mlp_layer_types": TEXTS,
     "n_group": whole(1, MOST_EXPERTS),
     "topk_group": whole(1, MOST_EXPERTS),
     "routed_scaling_factor": SCALE,

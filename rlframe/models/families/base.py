@@ -26,6 +26,8 @@ class MLADimensions:
     rotary_head_dim: int
     """Dimensions with rotary positions. All key heads share theirs."""
     value_head_dim: int
+    norm_eps: float
+    """Epsilon of the norms of the narrow vectors, which is not that of the other norms."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

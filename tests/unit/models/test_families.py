@@ -8,6 +8,7 @@ import torch
 from rlframe.models.families.base import ClampedGlu, MLADimensions, Shard
 from rlframe.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from rlframe.models.families.glm4_moe import FAMILY as GLM4_MOE
+from rlframe.models.families.glm4_moe_lite import FAMILY as GLM4_MOE_LITE
 from rlframe.models.families.gpt_oss import FAMILY as GPT_OSS
 from rlframe.models.families.llama import FAMILY as LLAMA
 from rlframe.models.families.mixtral import FAMILY as MIXTRAL
@@ -159,7 +160,9 @@ def test_experts_of_deepseek_and_glm_are_read() -> None:
 
 def test_latent_attention_is_read() -> None:
     a = DEEPSEEK_V3.architecture(LATENT | {"n_group": 4, "topk_group": 2, "num_key_value_heads": 1})
-    assert a.latent == MLADimensions(query_rank=5, kv_rank=3, plain_head_dim=4, rotary_head_dim=2, value_head_dim=3)
+    assert a.latent == MLADimensions(
+        query_rank=5, kv_rank=3, plain_head_dim=4, rotary_head_dim=2, value_head_dim=3, norm_eps=1e-6
+    )
     # A head is 4 + 2 wide, and every one of the 4 has its own key.
     assert (a.head_dim, a.num_kv_heads) == (6, 4)
     assert (a.router_groups, a.router_groups_per_token) == (4, 2)
@@ -203,7 +206,9 @@ def test_an_expert_of_gpt_oss_is_its_slice_transposed() -> None:
         (GLM4_MOE, ROUTED, {"num_experts_per_tok": 1}, "norm_topk_prob must be false with one expert per token"),
         (GLM4_MOE, ROUTED, {"n_group": 3, "topk_group": 2}, "n_group 3 must divide n_routed_experts 8"),
         (DEEPSEEK_V3, LATENT, {"n_group": 4, "topk_group": 1}, "num_experts_per_tok 4 // topk_group 1 must be 2"),
-        (DEEPSEEK_V3, LATENT, {"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06"),
+        (DEEPSEEK_V3, LATENT, {"scoring_func": "softmax"}, "scoring_func must be sigmoid, .* got 'softmax'"),
+        (GLM4_MOE_LITE, LATENT, {"first_k_dense_replace": 2}, "first_k_dense_replace must be 1, .* got 2"),
+        (GLM4_MOE_LITE, LATENT, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse for each"),
         (DEEPSEEK_V3, LATENT, {"rope_interleave": False}, "rope_interleave must be true"),
         (DEEPSEEK_V3, LATENT, {"kv_lora_rank": None, "attention_bias": True}, "attention_bias is true"),
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn needs original_max_position"),

@@ -103,6 +103,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0},
         },
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            # As on the hub: half of a head, and what vLLM reads.
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
         LATENT | {"n_shared_experts": 1, "rms_norm_eps": LARGE_EPS, "pad_token_id": None},
@@ -159,12 +174,13 @@ def name_anew(folder: pathlib.Path, model_type: str) -> None:
 def on_disk(name: str, value: torch.Tensor, model_type: str = "") -> dict[str, torch.Tensor]:
     """transformers holds experts fused; the checkpoint, and so our layout, names them one by one.
 
-    GPT-OSS alone has them fused on disk too, and Mixtral has names of its own.
+    GPT-OSS alone has them fused on disk too, and Mixtral has names of its own, which MiniMax-M2 shares.
     """
-    if model_type == "gpt_oss" or "mlp.experts." not in name and model_type != "mixtral":
+    sparse = model_type in ("mixtral", "minimax_m2")
+    if model_type == "gpt_oss" or "mlp.experts." not in name and not sparse:
         return {name: value}
-    gate, up, down = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    if model_type == "mixtral":
+    gate, up, down = ("w1", "w3", "w2") if sparse else ("gate_proj", "up_proj", "down_proj")
+    if sparse:
         name = name.replace(".mlp.", ".block_sparse_moe.")
     if name.endswith("experts.gate_up_proj"):
         prefix = name.removesuffix("gate_up_proj")

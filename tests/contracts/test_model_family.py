@@ -13,6 +13,7 @@ from transformers import (
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -76,6 +77,7 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
         DeepseekV3Config(**(SIZES | ROUTED | LATENT | {"q_lora_rank": None})),
     ],
     "kimi_k2": [DeepseekV3Config(**(SIZES | ROUTED | LATENT))],
+    "minimax_m2": [MiniMaxM2Config(**SIZES, num_local_experts=8, num_experts_per_tok=2, head_dim=8, rotary_dim=4)],
     "glm4_moe_lite": [Glm4MoeLiteConfig(**(SIZES | ROUTED | LATENT))],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
 }

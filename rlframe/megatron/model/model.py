@@ -79,6 +79,10 @@ def build(
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
     modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
+    if architecture.whole_qk_norm:
+        # Built with it, trained without: `finalize_model_grads` adds the gradients of norms of this name over
+        # tensor-parallel ranks, which share those of single heads. Here each rank has the weights of its own heads.
+        config.qk_layernorm = False
     shards = [shard_of(architecture, config, chunk=chunk) for chunk in range(parallel.vpp)]
     loader = partial(load, family=family, architecture=architecture, shards=shards)
     layout = record(loader, named_weights(modules), family.tensors(architecture))

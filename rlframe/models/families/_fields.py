@@ -88,6 +88,8 @@ FIELDS: dict[str, Rule] = {
     "v_head_dim": whole(1),
     "rope_interleave": FLAG,
     "use_qk_norm": FLAG,
+    "rotary_dim": whole(2),
+    "attn_type_list": WHOLES,
     "swiglu_alpha": SCALE,
     "swiglu_limit": SCALE,
 }

@@ -77,6 +77,8 @@ class Architecture:
     """Whether query, key and value projections have a bias."""
     qk_norm: bool = False
     """Whether query and key heads pass an RMSNorm of width head_dim."""
+    whole_qk_norm: bool = False
+    """Whether these norms see all query heads, or all key heads, of a token together."""
     latent: MLADimensions | None = None
     """Multi-head latent attention, or None if the attention is not latent."""
     sliding_window: int = 0

@@ -26,9 +26,10 @@ from tests.multiprocess.megatron.gradients.ranks import exported_gradients
 from tests.tiny_models import MODELS, make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]
-EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "glm4_moe_lite", "gpt_oss"]
-VARIANTS = ["kimi_k2", "glm4_moe_lite"]
-"""Families made of parts that others have, of which `make test` has two layouts and `make test-thorough` the rest."""
+VARIANTS = ["kimi_k2", "glm4_moe_lite", "minimax_m2"]
+"""Families made mostly of parts that others have, of which `make test` has two layouts and `make test-thorough` the
+rest."""
+EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "gpt_oss", *VARIANTS]
 LAYOUTS = {
     "d1": list(MODELS),
     "d1t2": list(MODELS),

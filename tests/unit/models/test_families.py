@@ -11,6 +11,7 @@ from rlframe.models.families.glm4_moe import FAMILY as GLM4_MOE
 from rlframe.models.families.glm4_moe_lite import FAMILY as GLM4_MOE_LITE
 from rlframe.models.families.gpt_oss import FAMILY as GPT_OSS
 from rlframe.models.families.llama import FAMILY as LLAMA
+from rlframe.models.families.minimax_m2 import FAMILY as MINIMAX_M2
 from rlframe.models.families.mixtral import FAMILY as MIXTRAL
 from rlframe.models.families.qwen2 import FAMILY as QWEN2
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
@@ -178,6 +179,15 @@ def test_yarn_has_the_defaults_of_transformers() -> None:
     assert lone and (lone["mscale"], lone["mscale_all_dim"]) == (None, None)
 
 
+def test_minimax_is_read_as_published() -> None:
+    a = MINIMAX_M2.architecture(STACKED | {"rotary_dim": 2, "scoring_func": "sigmoid"})
+    assert a.rotary_percent == 0.5 and a.sigmoid_router and a.moe_layers == (True, True)
+    # Query heads 4 * 4 wide, of which a rank of two has half.
+    shard = Shard(num_layers=2, padded_vocab_size=6, tp_size=2)
+    assert MINIMAX_M2.tensors(a)["model.layers.0.self_attn.q_norm.weight"] == (16,)
+    assert MINIMAX_M2.parameters(a, shard)["decoder.layers.0.self_attention.k_layernorm.weight"] == (4,)
+
+
 def test_gpt_oss_is_read() -> None:
     a = GPT_OSS.architecture(STACKED | {"num_hidden_layers": 3})
     assert a.window_layers == (True, False, True) and a.sliding_window == 8
@@ -213,6 +223,9 @@ def test_an_expert_of_gpt_oss_is_its_slice_transposed() -> None:
         (DEEPSEEK_V3, LATENT, {"kv_lora_rank": None, "attention_bias": True}, "attention_bias is true"),
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn needs original_max_position"),
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"truncate": False}}, "rope truncate must be true"),
+        (MINIMAX_M2, STACKED, {"attn_type_list": [1, 0]}, "attn_type_list must be 1 for every layer"),
+        (MINIMAX_M2, STACKED, {"qk_norm_type": "per_head"}, "qk_norm_type must be per_layer, .* got 'per_head'"),
+        (MINIMAX_M2, STACKED, {"num_experts_per_tok": 1}, "num_experts_per_tok must be at least 2"),
         (GPT_OSS, STACKED, {"attention_bias": False}, "attention_bias must be true"),
         (GPT_OSS, STACKED, {"sliding_window": None}, "sliding_window is missing"),
         (GPT_OSS, STACKED, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),

@@ -17,7 +17,9 @@ from tests.tiny_models import MODELS
 
 pytestmark = pytest.mark.later
 
-SERVED = [name for name in MODELS if name not in ("gpt_oss", "deepseek_v3_yarn", "kimi_k2", "glm4_moe_lite")]
+SERVED = [
+    name for name in MODELS if name not in ("gpt_oss", "deepseek_v3_yarn", "kimi_k2", "glm4_moe_lite", "minimax_m2")
+]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FORCED = SamplingParams(max_tokens=9, min_tokens=9)
 

@@ -53,6 +53,15 @@ MSCALE: dict[str, Any] = {"mscale": 0.7, "mscale_all_dim": 1.0}
 """The two differ, so that one in place of the other shows."""
 LARGE_EPS = 0.01
 """Of norms that are not those of latent vectors, whose epsilon is 1e-6: one in place of the other shows."""
+INDEXED: dict[str, Any] = LATENT | {
+    # Fewer than the tokens of most sequences, so that a choice that is not made shows.
+    "index_topk": 6,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "rms_norm_eps": LARGE_EPS,
+    "mlp_layer_types": ["dense", "sparse"],
+    "bos_token_id": None,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "llama_scaled": (
@@ -103,6 +112,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0},
         },
     ),
+    "deepseek_v32": ("DeepseekV32Config", INDEXED | {"rope_parameters": YARN | MSCALE}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", INDEXED),
     "minimax_m2": (
         "MiniMaxM2Config",
         {

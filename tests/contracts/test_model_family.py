@@ -9,8 +9,10 @@ from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -58,6 +60,7 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+INDEXED = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 8}
 STACKED = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
 CONFIGS: dict[str, list[PretrainedConfig]] = {
     "llama": [LlamaConfig(**SIZES), LlamaConfig(**SIZES, tie_word_embeddings=True)],
@@ -78,6 +81,8 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
     ],
     "kimi_k2": [DeepseekV3Config(**(SIZES | ROUTED | LATENT))],
     "minimax_m2": [MiniMaxM2Config(**SIZES, num_local_experts=8, num_experts_per_tok=2, head_dim=8, rotary_dim=4)],
+    "deepseek_v32": [DeepseekV32Config(**(SIZES | ROUTED | LATENT | INDEXED))],
+    "glm_moe_dsa": [GlmMoeDsaConfig(**(SIZES | ROUTED | LATENT | INDEXED))],
     "glm4_moe_lite": [Glm4MoeLiteConfig(**(SIZES | ROUTED | LATENT))],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
 }

@@ -71,7 +71,8 @@ class SparseDecoder(Decoder):
         if hf["index_head_dim"] < latent["latent"].rotary_head_dim:
             faults_to_error(hf, [f"index_head_dim {hf['index_head_dim']} must be at least qk_rope_head_dim"])
         # transformers has three dense layers unless the config says otherwise.
-        experts = _sigmoid_router.features({"first_k_dense_replace": 3, **hf})
+        first = 3 if (stated := hf.get("first_k_dense_replace")) is None else stated
+        experts = _sigmoid_router.features({**hf, "first_k_dense_replace": first})
         indexer = IndexerDimensions(
             num_heads=hf["index_n_heads"],
             head_dim=hf["index_head_dim"],

@@ -44,7 +44,9 @@ class EngineMemory:
         """Bytes of the keys and values of one token on one device. Key heads that tp does not divide are copied."""
         tp, shape = self.config.devices_per_engine, self.architecture
         if shape.latent:
-            return shape.num_layers * (shape.latent.kv_rank + shape.latent.rotary_head_dim) * self.itemsize
+            # Engines keep the keys of an indexer in 8 bits.
+            index = shape.indexer.head_dim if shape.indexer else 0
+            return shape.num_layers * ((shape.latent.kv_rank + shape.latent.rotary_head_dim) * self.itemsize + index)
         return 2 * shape.num_layers * max(1, shape.num_kv_heads / tp) * shape.head_dim * self.itemsize
 
     @property

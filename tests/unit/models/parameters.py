@@ -79,6 +79,16 @@ def latent_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
         "linear_kv_up_proj.weight": (heads * (a.latent.plain_head_dim + a.latent.value_head_dim), a.latent.kv_rank),
         "linear_proj.weight": (hidden, heads * a.latent.value_head_dim),
     }
+    if a.indexer:
+        index_heads, index_width = a.indexer.num_heads, a.indexer.head_dim
+        assert rank
+        found |= {
+            "indexer.wq_b": (index_heads * index_width, rank),
+            "indexer.wk": (index_width, hidden),
+            "indexer.k_norm_weight": (index_width,),
+            "indexer.k_norm_bias": (index_width,),
+            "indexer.weights_proj": (index_heads, hidden),
+        }
     if rank is None:
         return found | {"linear_q_proj.weight": (heads * width, hidden)}
     return found | {

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlframe.models.families.base import ClampedGlu, MLADimensions, Shard
+from rlframe.models.families.base import ClampedGlu, IndexerDimensions, MLADimensions, Shard
 from rlframe.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
+from rlframe.models.families.deepseek_v32 import FAMILY as DEEPSEEK_V32
 from rlframe.models.families.glm4_moe import FAMILY as GLM4_MOE
 from rlframe.models.families.glm4_moe_lite import FAMILY as GLM4_MOE_LITE
+from rlframe.models.families.glm_moe_dsa import FAMILY as GLM_MOE_DSA
 from rlframe.models.families.gpt_oss import FAMILY as GPT_OSS
 from rlframe.models.families.llama import FAMILY as LLAMA
 from rlframe.models.families.minimax_m2 import FAMILY as MINIMAX_M2
@@ -57,6 +59,7 @@ LATENT = ROUTED | {
     "qk_rope_head_dim": 2,
     "v_head_dim": 3,
 }
+INDEXED = LATENT | {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 4, "index_head_dim": 8}
 STACKED = HF | {
     "model_type": "gpt_oss",
     "num_local_experts": 4,
@@ -179,6 +182,18 @@ def test_yarn_has_the_defaults_of_transformers() -> None:
     assert lone and (lone["mscale"], lone["mscale_all_dim"]) == (None, None)
 
 
+def test_indexers_are_read_and_not_split() -> None:
+    a = DEEPSEEK_V32.architecture(INDEXED | {"num_hidden_layers": 5, "first_k_dense_replace": None})
+    assert a.indexer == IndexerDimensions(num_heads=4, head_dim=8, top_k=2048, interleaved=False)
+    # transformers has three dense layers if config.json does not say.
+    assert a.moe_layers == (False, False, False, True, True)
+    shard = Shard(num_layers=1, padded_vocab_size=6, tp_size=2)
+    assert DEEPSEEK_V32.parameters(a, shard)["decoder.layers.0.self_attention.indexer.wq_b"] == (32, 5)
+    assert list(map(str, a.faults(tp=1, ep=1, etp=1, cp=2))) == [
+        "train.parallel: cp 2 cannot split the sequences of deepseek_v32, whose attention is sparse: use tp"
+    ]
+
+
 def test_minimax_is_read_as_published() -> None:
     a = MINIMAX_M2.architecture(STACKED | {"rotary_dim": 2, "scoring_func": "sigmoid"})
     assert a.rotary_percent == 0.5 and a.sigmoid_router and a.moe_layers == (True, True)
@@ -223,6 +238,12 @@ def test_an_expert_of_gpt_oss_is_its_slice_transposed() -> None:
         (DEEPSEEK_V3, LATENT, {"kv_lora_rank": None, "attention_bias": True}, "attention_bias is true"),
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn needs original_max_position"),
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"truncate": False}}, "rope truncate must be true"),
+        (DEEPSEEK_V32, INDEXED, {"index_topk": None, "q_lora_rank": None}, "index_topk is missing[\\s\\S]*q_lora_rank"),
+        (DEEPSEEK_V32, INDEXED, {"layer_types": ["full_attention"] * 3}, "layer_types must be indexed_attention"),
+        (DEEPSEEK_V32, INDEXED, {"index_head_dim": 1 + 1, "qk_rope_head_dim": 4}, "index_head_dim 2 must be at least"),
+        (GLM_MOE_DSA, INDEXED, {"indexer_types": ["full", "shared", "full"]}, "indexer_types must be full for every"),
+        (GLM_MOE_DSA, INDEXED, {"index_topk_freq": 4}, "indexer_types must be full for every"),
+        (GLM_MOE_DSA, INDEXED, {"indexer_rope_interleave": False}, "indexer_rope_interleave must be True"),
         (MINIMAX_M2, STACKED, {"attn_type_list": [1, 0]}, "attn_type_list must be 1 for every layer"),
         (MINIMAX_M2, STACKED, {"qk_norm_type": "per_head"}, "qk_norm_type must be per_layer, .* got 'per_head'"),
         (MINIMAX_M2, STACKED, {"num_experts_per_tok": 1}, "num_experts_per_tok must be at least 2"),

@@ -42,7 +42,7 @@ class SparseLatentAttention(LatentAttention):
         position_ids: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **keywords: Any,
-    ) -> tuple[Tensor, ...]:
+    ) -> Any:
         """Returns what Megatron's own does, and notes the chosen keys for `PackedAttention`."""
         assert packed_seq_params is not None
         found = super().get_query_key_value_tensors(

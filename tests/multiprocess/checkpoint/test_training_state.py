@@ -218,8 +218,8 @@ def test_a_state_goes_on_in_another_layout(
         for kind, tensors in saved.items():
             loaded = whole([rank["state"][kind] for rank in after], of_kind[kind])
             assert [name for name in tensors if not torch.equal(loaded[name], tensors[name])] == [], (layout, kind)
-            # All zeros would be equal too.
-            assert all(tensor.any() for tensor in tensors.values()), kind
+            # All zeros would be equal too. An expert that no token chose has moments of zeros.
+            assert all(tensor.any() for name, tensor in tensors.items() if ".experts." not in name), kind
         # A lost moment, step count or place in the schedule moves weights by a good part of lr = 0.01 a step, and the
         # losses by parts in a hundred; another order of summation by parts in a million in float32, and in bfloat16 by
         # what rounds differently at 8 bits.

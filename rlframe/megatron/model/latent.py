@@ -1,4 +1,4 @@
-"""What latent attention needs beyond Megatron's own."""
+"""The epsilon of the norms within latent attention."""
 
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import nn

@@ -17,4 +17,4 @@ def read(folder: Path) -> Any:
     model_type = read_config(folder)["model_type"]
     if model_type in SAME_AS:
         return CONFIG_MAPPING[SAME_AS[model_type]].from_pretrained(folder)
-    return AutoConfig.from_pretrained(folder)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -16,13 +16,14 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from rlframe.models import transformers_config
+from rlframe.models import tokenizer, transformers_config
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine, check_names
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.base.routes import RouteRecorder, Routers
+from rlframe.rollout.served.plain import dequantized_model, is_quantized, plain_config
 from rlframe.rollout.transformers.decode import Control, DecodeLoop
 from rlframe.rollout.transformers.kv_cache import ATTENTION, KVCache, attend
 from rlframe.types.batch import TopLogprobs
@@ -98,12 +99,12 @@ class TransformersEngine(RolloutEngine):
         Raises:
             ConfigError: the model has attention over a sliding window.
         """
-        from transformers import AttentionInterface, AutoTokenizer
+        from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, attend)
         self.config = config
         self.folder = folder
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = tokenizer.load(folder)
         self.model = self._load(dtype, random_seed, device).to(device).eval().requires_grad_(False)
         self.stop_tokens = self._stop_tokens()
         routers = Routers.of(load_family(folder).architecture(read_config(folder)))
@@ -135,12 +136,15 @@ class TransformersEngine(RolloutEngine):
             raise ConfigError([Fault("rollout.name", got="transformers", stated=True, said=said)])
         options = {"dtype": dtype, "attn_implementation": ATTENTION}
         if random_seed is None:
+            if is_quantized(self.folder):
+                return dequantized_model(self.folder, **options)
             return AutoModelForCausalLM.from_pretrained(self.folder, config=hf, **options)
         weights = {
             # The weights are drawn on the trainer's device, as the trainer's are; the model is built on the CPU.
             name: random_tensor(name, shape, seed=random_seed, device=device).cpu()
             for name, shape in self._tensors().items()
         }
+        hf = plain_config(hf, overrides={})
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
         return model_class.from_pretrained(None, config=hf, state_dict=weights, **options)
 

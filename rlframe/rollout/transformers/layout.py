@@ -8,6 +8,7 @@ import torch
 from rlframe.models import transformers_config
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
+from rlframe.rollout.served.plain import plain_config
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
@@ -48,5 +49,6 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
     if found := faults(architecture, tp=tp, ep=ep):
         raise ConfigError(found)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(transformers_config.read(folder), dtype=dtype)
+        hf = plain_config(transformers_config.read(folder), overrides={})
+        model = AutoModelForCausalLM.from_config(hf, dtype=dtype)
     return [record(load_weights, weights_of(model), family.tensors(architecture))]

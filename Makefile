@@ -68,7 +68,7 @@ test-megatron-newest:
 	PATH=$(abspath $(NEWEST))/bin:$$PATH $(PYTEST) $(USUAL) $(MEGATRON)
 
 test-thorough:
-	python -m pytest -m thorough tests/multiprocess tests/e2e tests/campaigns tests/unit
+	python -m pytest -m thorough tests/multiprocess tests/e2e tests/campaigns tests/unit tests/contracts
 
 test-mutations:
 	python -m tests.mutations --jobs 2

@@ -24,7 +24,8 @@ class GroupedAttention(LayerSpec):
         if a.linear_bias:
             shapes["self_attn.o_proj.bias"] = (a.hidden_size,)
         if a.qk_norm:
-            shapes |= {"self_attn.q_norm.weight": (a.head_dim,), "self_attn.k_norm.weight": (a.head_dim,)}
+            of_queries, of_keys = (queries, keys) if a.whole_qk_norm else (a.head_dim, a.head_dim)
+            shapes |= {"self_attn.q_norm.weight": (of_queries,), "self_attn.k_norm.weight": (of_keys,)}
         if a.sinks:
             shapes["self_attn.sinks"] = (a.num_attention_heads,)
         return shapes
@@ -41,7 +42,10 @@ class GroupedAttention(LayerSpec):
         if a.qkv_bias:
             shapes["self_attention.linear_qkv.bias"] = (fused,)
         if a.qk_norm:
-            shapes |= {f"self_attention.{name}_layernorm.weight": (a.head_dim,) for name in ("q", "k")}
+            keys = a.num_kv_heads * a.head_dim // shard.tp_size
+            of_queries, of_keys = (queries, keys) if a.whole_qk_norm else (a.head_dim, a.head_dim)
+            shapes["self_attention.q_layernorm.weight"] = (of_queries,)
+            shapes["self_attention.k_layernorm.weight"] = (of_keys,)
         if a.sinks:
             shapes["self_attention.core_attention.softmax_offset"] = (a.num_attention_heads // shard.tp_size,)
         return shapes
@@ -63,7 +67,9 @@ class GroupedAttention(LayerSpec):
             ours["linear_proj.bias"].copy_(theirs["o_proj.bias"])
         if a.qk_norm:
             for name in ("q", "k"):
-                ours[f"{name}_layernorm.weight"].copy_(theirs[f"{name}_norm.weight"])
+                norm = theirs[f"{name}_norm.weight"]
+                own = rows(norm, shard.tp_rank, shard.tp_size) if a.whole_qk_norm else norm
+                ours[f"{name}_layernorm.weight"].copy_(own)
         if a.sinks:
             ours["core_attention.softmax_offset"].copy_(rows(theirs["sinks"], shard.tp_rank, shard.tp_size))
 

@@ -16,6 +16,8 @@ def token_bytes(architecture: Architecture, *, tp: int, itemsize: int) -> float:
     """
     if architecture.latent:
         latent = architecture.latent
-        return architecture.num_layers * (latent.kv_rank + latent.rotary_head_dim) * itemsize
+        # Engines keep the keys of an indexer in 8 bits.
+        index = architecture.indexer.head_dim if architecture.indexer else 0
+        return architecture.num_layers * ((latent.kv_rank + latent.rotary_head_dim) * itemsize + index)
     heads = max(1, architecture.num_kv_heads / tp)
     return 2 * architecture.num_layers * heads * architecture.head_dim * itemsize

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlframe.models import transformers_config
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.quantized import stated
@@ -30,9 +31,9 @@ def dequantized_model(folder: Path, **options: Any) -> Any:
     Args:
         options: of `from_pretrained`, such as `dtype`.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig  # noqa: PLC0415 - takes seconds
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415 - takes seconds
 
-    hf = plain_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), overrides={})
+    hf = plain_config(transformers_config.read(folder), overrides={})
     family = load_family(folder)
     names = family.tensors(family.architecture(read_config(folder)))
     weights = dict(dequantized_weights(folder, names))

@@ -37,6 +37,9 @@ class Operations:
 def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_length: float, last: bool) -> Operations:
     """Returns the operations of a token. Attention over a sequence of s tokens costs 2 s for each query's number.
 
+    Sparse attention counts as dense, which is how it is computed. An indexer has no backward pass, and counts as a
+    third of its forward pass, because training costs three times the result.
+
     Args:
         mean_length: sum of the squares of the sequences' tokens over their sum.
     """
@@ -50,6 +53,12 @@ def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_leng
         up = heads * (shape.plain_head_dim + shape.rotary_head_dim) * ((shape.query_rank or hidden) / hidden)
         projections = hidden * down + up * hidden + heads * shape.value_head_dim * hidden
         projections += shape.kv_rank * heads * (shape.plain_head_dim + shape.value_head_dim)
+    scoring = 0.0
+    if indexer := architecture.indexer:
+        assert shape is not None and shape.query_rank is not None
+        wide = indexer.num_heads * indexer.head_dim
+        projections += (shape.query_rank * wide + hidden * (indexer.head_dim + indexer.num_heads)) / 3
+        scoring = wide / 2 / 3
     sparse = sum(is_sparse(architecture, layer) for layer in layers)
     plain = len(layers) - sparse
     mlp = 3 * hidden * architecture.ffn_hidden_size
@@ -58,7 +67,7 @@ def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_leng
     outputs = architecture.vocab_size if architecture.num_outputs is None else architecture.num_outputs
     return Operations(
         dense=2 * (len(layers) * projections + plain * mlp + sparse * shared),
-        attention=len(layers) * 2 * mean_length * heads * width,
+        attention=len(layers) * 2 * mean_length * (heads * width + scoring),
         experts=2 * sparse * each,
         head=2 * hidden * outputs if last else 0.0,
     )

@@ -19,6 +19,8 @@ MODULES = {
     "linear_fc2": ("down_proj", "w2"),
 }
 """Megatron's names of modules for train.lora.target_modules, and those of checkpoints."""
+INDEXER = ".indexer."
+"""Part of the names of weights that are held and never trained."""
 NOT_ADAPTED = ("mlp.gate", "router", "block_sparse_moe.gate", "norm")
 """Ends of modules of a layer that have no adapter: routers and norms."""
 
@@ -51,7 +53,7 @@ class Counter:
 
     def __init__(self, family: Family, architecture: Architecture):
         self.family, self.architecture = family, architecture
-        self._parts: dict[tuple[int, int, int, str], tuple[int, int]] = {}
+        self._parts: dict[tuple[int, int, int, str], tuple[int, int, int]] = {}
         self._tensors: dict[str, tuple[int, ...]] | None = None
 
     @property
@@ -79,12 +81,12 @@ class Counter:
         ends = {(True, True): "both ends", (True, False): "embedding", (False, True): "output"}
         if end := ends.get((first, last)):
             parts.append(self._part(parallel, end))
-        dense, experts = (sum(values) for values in zip(*parts, strict=True)) if parts else (0, 0)
+        dense, experts, frozen = (sum(values) for values in zip(*parts, strict=True)) if parts else (0, 0, 0)
         rows = padded_vocab_size(self.architecture, tp=parallel.tp) // parallel.tp * self.architecture.hidden_size
         head = rows if last and self.architecture.num_outputs is None else 0
         if lora is None:
             return StageWeights(
-                stage=stage, layers=layers, dense=dense, experts=experts, head=head, trained_dense=dense,
+                stage=stage, layers=layers, dense=dense, experts=experts, head=head, trained_dense=dense - frozen,
                 trained_experts=experts,
             )  # fmt: skip
         adapters = [self._adapters(parallel, lora, layer) for layer in layers]
@@ -94,17 +96,19 @@ class Counter:
             trained_experts=trained_experts, adapted=adapted,
         )  # fmt: skip
 
-    def _layer(self, parallel: Parallel, layer: int) -> tuple[int, int]:
+    def _layer(self, parallel: Parallel, layer: int) -> tuple[int, int, int]:
         return self._part(parallel, "sparse" if is_sparse(self.architecture, layer) else "plain", layer)
 
-    def _part(self, parallel: Parallel, kind: str, layer: int = 0) -> tuple[int, int]:
-        """Returns the dense and the expert parameters of one layer, or of what is before or after all layers."""
+    def _part(self, parallel: Parallel, kind: str, layer: int = 0) -> tuple[int, int, int]:
+        """Returns the dense and the expert parameters of one layer, or of what is before or after all layers, and those
+        of the dense ones that are never trained."""
         key = (parallel.tp, parallel.ep, parallel.etp, kind)
         if key not in self._parts:
             shapes = self._shapes(parallel, layer, kind)
             sizes = {name: math.prod(shape) for name, shape in shapes.items()}
             experts = sum(size for name, size in sizes.items() if ".experts." in name)
-            self._parts[key] = (sum(sizes.values()) - experts, experts)
+            frozen = sum(size for name, size in sizes.items() if INDEXER in name)
+            self._parts[key] = (sum(sizes.values()) - experts, experts, frozen)
         return self._parts[key]
 
     def _shapes(self, parallel: Parallel, layer: int, kind: str = "plain") -> Mapping[str, tuple[int, ...]]:
@@ -162,8 +166,8 @@ class Counter:
 
 
 def is_other(name: str) -> bool:
-    """Returns whether a tensor of a layer is a router's or a norm's, or a bias."""
-    return name.endswith("bias") or name.removesuffix(".weight").endswith(NOT_ADAPTED)
+    """Returns whether a tensor of a layer is a router's, a norm's or an indexer's, or a bias."""
+    return INDEXER in name or name.endswith("bias") or name.removesuffix(".weight").endswith(NOT_ADAPTED)
 
 
 def is_sparse(architecture: Architecture, layer: int) -> bool:

@@ -2,6 +2,7 @@
 noise; and what is being written does not change under training."""
 
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from tests.multiprocess.distributed import run_distributed
 from tests.tiny_models import make
 
 STEPS_BEFORE, STEPS_AFTER = 3, 2
+NOT_TRAINED = re.compile(r"e_score_correction_bias|\.indexer\.")
+"""In names of weights without moments."""
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2)
 CASES = {
     ("qwen3_moe", "float32", "d2e2"): ["d2e2", "d1", "d1t2", "d1p2", "d1t2p2|ffn:d1t1p2e2"],
@@ -27,6 +30,9 @@ CASES = {
     ("qwen3", "float32", "d1"): ["d1t2p2"],
     ("qwen3", "float32", "d4"): ["d1t2"],
     ("qwen3", "bfloat16", "d1t2"): ["d2"],
+    # Tensor parallelism splits the norms of queries and keys, and not the indexers.
+    ("minimax_m2", "float32", "d1t2"): ["d1"],
+    ("deepseek_v32", "float32", "d1t2"): ["d1p2"],
     # Both stages hold the embedding, in a buffer of its own; Megatron 0.16.1 loses moments behind such a one.
     ("qwen3_tied", "float32", "d1p2"): ["d1p2", "d1p2v2", "d1"],
 }
@@ -171,6 +177,9 @@ def whole(pieces_of_ranks: list[dict[str, list]], shapes: dict[str, torch.Size])
     tensors = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for pieces_by_name in pieces_of_ranks:
         for name, pieces in pieces_by_name.items():
+            if name not in shapes:
+                assert not pieces
+                continue
             matrix = tensors[name].view(-1, tensors[name].shape[-1])
             for (row, rows, col, cols), values in pieces:
                 window = matrix[row : row + rows, col : col + cols]
@@ -212,15 +221,17 @@ def test_a_state_goes_on_in_another_layout(
     shapes = {name: tensor.shape for name, tensor in load_file(folder / model / "model.safetensors").items()}
     before, *others = results[case]
     assert losses(before)[0] != losses(before)[1]
-    saved = {kind: whole([rank["state"][kind] for rank in before], shapes) for kind in before[0]["state"]}
+    optimized = {name: shape for name, shape in shapes.items() if not NOT_TRAINED.search(name)}
+    of_kind = {kind: shapes if kind == "weight" else optimized for kind in before[0]["state"]}
+    saved = {kind: whole([rank["state"][kind] for rank in before], of_kind[kind]) for kind in of_kind}
     trained = whole([rank["trained"] for rank in before], shapes)
     assert not torch.equal(trained["model.norm.weight"], saved["weight"]["model.norm.weight"])
     for layout, after in zip(CASES[case], others, strict=True):
         for kind, tensors in saved.items():
-            loaded = whole([rank["state"][kind] for rank in after], shapes)
-            assert [name for name in shapes if not torch.equal(loaded[name], tensors[name])] == [], (layout, kind)
-            # All zeros would be equal too.
-            assert all(tensor.any() for tensor in tensors.values()), kind
+            loaded = whole([rank["state"][kind] for rank in after], of_kind[kind])
+            assert [name for name in tensors if not torch.equal(loaded[name], tensors[name])] == [], (layout, kind)
+            # All zeros would be equal too. An expert that no token chose has moments of zeros.
+            assert all(tensor.any() for name, tensor in tensors.items() if ".experts." not in name), kind
         # A lost moment, step count or place in the schedule moves weights by a good part of lr = 0.01 a step, and the
         # losses by parts in a hundred; another order of summation by parts in a million in float32, and in bfloat16 by
         # what rounds differently at 8 bits.

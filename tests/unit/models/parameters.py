@@ -61,7 +61,8 @@ def attention_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
     if a.linear_bias:
         found["linear_proj.bias"] = (a.hidden_size,)
     if a.qk_norm:
-        found["q_layernorm.weight"] = found["k_layernorm.weight"] = (a.head_dim,)
+        heads = (a.num_attention_heads // tp, a.num_kv_heads // tp) if a.whole_qk_norm else (1, 1)
+        found["q_layernorm.weight"], found["k_layernorm.weight"] = ((each * a.head_dim,) for each in heads)
     if a.sinks:
         found["core_attention.softmax_offset"] = (a.num_attention_heads // tp,)
     return found
@@ -78,6 +79,16 @@ def latent_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
         "linear_kv_up_proj.weight": (heads * (a.latent.plain_head_dim + a.latent.value_head_dim), a.latent.kv_rank),
         "linear_proj.weight": (hidden, heads * a.latent.value_head_dim),
     }
+    if a.indexer:
+        index_heads, index_width = a.indexer.num_heads, a.indexer.head_dim
+        assert rank
+        found |= {
+            "indexer.wq_b": (index_heads * index_width, rank),
+            "indexer.wk": (index_width, hidden),
+            "indexer.k_norm_weight": (index_width,),
+            "indexer.k_norm_bias": (index_width,),
+            "indexer.weights_proj": (index_heads, hidden),
+        }
     if rank is None:
         return found | {"linear_q_proj.weight": (heads * width, hidden)}
     return found | {

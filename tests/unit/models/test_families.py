@@ -5,11 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from rlframe.models.families.base import ClampedGlu, MLADimensions, Shard
+from rlframe.models.families.base import ClampedGlu, IndexerDimensions, MLADimensions, Shard
 from rlframe.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
+from rlframe.models.families.deepseek_v32 import FAMILY as DEEPSEEK_V32
 from rlframe.models.families.glm4_moe import FAMILY as GLM4_MOE
+from rlframe.models.families.glm4_moe_lite import FAMILY as GLM4_MOE_LITE
+from rlframe.models.families.glm_moe_dsa import FAMILY as GLM_MOE_DSA
 from rlframe.models.families.gpt_oss import FAMILY as GPT_OSS
 from rlframe.models.families.llama import FAMILY as LLAMA
+from rlframe.models.families.minimax_m2 import FAMILY as MINIMAX_M2
 from rlframe.models.families.mixtral import FAMILY as MIXTRAL
 from rlframe.models.families.qwen2 import FAMILY as QWEN2
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
@@ -55,6 +59,7 @@ LATENT = ROUTED | {
     "qk_rope_head_dim": 2,
     "v_head_dim": 3,
 }
+INDEXED = LATENT | {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 4, "index_head_dim": 8}
 STACKED = HF | {
     "model_type": "gpt_oss",
     "num_local_experts": 4,
@@ -159,7 +164,9 @@ def test_experts_of_deepseek_and_glm_are_read() -> None:
 
 def test_latent_attention_is_read() -> None:
     a = DEEPSEEK_V3.architecture(LATENT | {"n_group": 4, "topk_group": 2, "num_key_value_heads": 1})
-    assert a.latent == MLADimensions(query_rank=5, kv_rank=3, plain_head_dim=4, rotary_head_dim=2, value_head_dim=3)
+    assert a.latent == MLADimensions(
+        query_rank=5, kv_rank=3, plain_head_dim=4, rotary_head_dim=2, value_head_dim=3, norm_eps=1e-6
+    )
     # A head is 4 + 2 wide, and every one of the 4 has its own key.
     assert (a.head_dim, a.num_kv_heads) == (6, 4)
     assert (a.router_groups, a.router_groups_per_token) == (4, 2)
@@ -173,6 +180,27 @@ def test_yarn_has_the_defaults_of_transformers() -> None:
     # transformers reads mscale only beside mscale_all_dim.
     lone = DEEPSEEK_V3.architecture(LATENT | {"rope_scaling": rope | {"truncate": True, "mscale": 0.7}}).rope_scaling
     assert lone and (lone["mscale"], lone["mscale_all_dim"]) == (None, None)
+
+
+def test_indexers_are_read_and_not_split() -> None:
+    a = DEEPSEEK_V32.architecture(INDEXED | {"num_hidden_layers": 5, "first_k_dense_replace": None})
+    assert a.indexer == IndexerDimensions(num_heads=4, head_dim=8, top_k=2048, interleaved=False)
+    # transformers has three dense layers if config.json does not say.
+    assert a.moe_layers == (False, False, False, True, True)
+    shard = Shard(num_layers=1, padded_vocab_size=6, tp_size=2)
+    assert DEEPSEEK_V32.parameters(a, shard)["decoder.layers.0.self_attention.indexer.wq_b"] == (32, 5)
+    assert list(map(str, a.faults(tp=1, ep=1, etp=1, cp=2))) == [
+        "train.parallel: cp 2 cannot split the sequences of deepseek_v32, whose attention is sparse: use tp"
+    ]
+
+
+def test_minimax_is_read_as_published() -> None:
+    a = MINIMAX_M2.architecture(STACKED | {"rotary_dim": 2, "scoring_func": "sigmoid"})
+    assert a.rotary_percent == 0.5 and a.sigmoid_router and a.moe_layers == (True, True)
+    # Query heads 4 * 4 wide, of which a rank of two has half.
+    shard = Shard(num_layers=2, padded_vocab_size=6, tp_size=2)
+    assert MINIMAX_M2.tensors(a)["model.layers.0.self_attn.q_norm.weight"] == (16,)
+    assert MINIMAX_M2.parameters(a, shard)["decoder.layers.0.self_attention.k_layernorm.weight"] == (4,)
 
 
 def test_gpt_oss_is_read() -> None:
@@ -203,11 +231,22 @@ def test_an_expert_of_gpt_oss_is_its_slice_transposed() -> None:
         (GLM4_MOE, ROUTED, {"num_experts_per_tok": 1}, "norm_topk_prob must be false with one expert per token"),
         (GLM4_MOE, ROUTED, {"n_group": 3, "topk_group": 2}, "n_group 3 must divide n_routed_experts 8"),
         (DEEPSEEK_V3, LATENT, {"n_group": 4, "topk_group": 1}, "num_experts_per_tok 4 // topk_group 1 must be 2"),
-        (DEEPSEEK_V3, LATENT, {"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06"),
+        (DEEPSEEK_V3, LATENT, {"scoring_func": "softmax"}, "scoring_func must be sigmoid, .* got 'softmax'"),
+        (GLM4_MOE_LITE, LATENT, {"first_k_dense_replace": 2}, "first_k_dense_replace must be 1, .* got 2"),
+        (GLM4_MOE_LITE, LATENT, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse for each"),
         (DEEPSEEK_V3, LATENT, {"rope_interleave": False}, "rope_interleave must be true"),
         (DEEPSEEK_V3, LATENT, {"kv_lora_rank": None, "attention_bias": True}, "attention_bias is true"),
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn needs original_max_position"),
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"truncate": False}}, "rope truncate must be true"),
+        (DEEPSEEK_V32, INDEXED, {"index_topk": None, "q_lora_rank": None}, "index_topk is missing[\\s\\S]*q_lora_rank"),
+        (DEEPSEEK_V32, INDEXED, {"layer_types": ["full_attention"] * 3}, "layer_types must be indexed_attention"),
+        (DEEPSEEK_V32, INDEXED, {"index_head_dim": 1 + 1, "qk_rope_head_dim": 4}, "index_head_dim 2 must be at least"),
+        (GLM_MOE_DSA, INDEXED, {"indexer_types": ["full", "shared", "full"]}, "indexer_types must be full for every"),
+        (GLM_MOE_DSA, INDEXED, {"index_topk_freq": 4}, "indexer_types must be full for every"),
+        (GLM_MOE_DSA, INDEXED, {"indexer_rope_interleave": False}, "indexer_rope_interleave must be True"),
+        (MINIMAX_M2, STACKED, {"attn_type_list": [1, 0]}, "attn_type_list must be 1 for every layer"),
+        (MINIMAX_M2, STACKED, {"qk_norm_type": "per_head"}, "qk_norm_type must be per_layer, .* got 'per_head'"),
+        (MINIMAX_M2, STACKED, {"num_experts_per_tok": 1}, "num_experts_per_tok must be at least 2"),
         (GPT_OSS, STACKED, {"attention_bias": False}, "attention_bias must be true"),
         (GPT_OSS, STACKED, {"sliding_window": None}, "sliding_window is missing"),
         (GPT_OSS, STACKED, {"quantization_config": {"quant_method": "awq"}}, "quant_method must be one of"),

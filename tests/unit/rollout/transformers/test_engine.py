@@ -17,7 +17,8 @@ from tests.tiny_models import MODELS
 
 pytestmark = pytest.mark.later
 
-SERVED = [name for name in MODELS if name not in ("gpt_oss", "deepseek_v3_yarn")]
+VARIANTS = ("kimi_k2", "glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa")
+SERVED = [name for name in MODELS if name not in ("gpt_oss", "deepseek_v3_yarn", *VARIANTS)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FORCED = SamplingParams(max_tokens=9, min_tokens=9)
 
@@ -43,8 +44,9 @@ def start(folder: Path, *, dtype: torch.dtype = torch.float32, **settings) -> Tr
 
 
 def test_windows_and_sinks_are_refused(folder_of):
-    with pytest.raises(ConfigError, match="has layers without full attention"):
-        start(folder_of("gpt_oss"))
+    for name in ("gpt_oss", "glm_moe_dsa"):
+        with pytest.raises(ConfigError, match="has layers without full attention"):
+            start(folder_of(name))
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -257,3 +259,10 @@ def test_sleep_frees_the_cache_and_changes_nothing_else(folder_of):
     engine.sleep()
     engine.wake()
     assert engine.generate(requests) == before
+
+
+def test_a_model_type_that_transformers_does_not_have_is_served_without_its_own_code(folder_of):
+    requests = make_requests(2, sampling=GREEDY)
+    engine = start(folder_of("kimi_k2"))
+    assert type(engine.model).__name__ == "DeepseekV3ForCausalLM"
+    assert all(len(each.token_ids) for each in engine.generate(requests))

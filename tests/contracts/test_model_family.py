@@ -17,6 +17,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from rlframe.models.families.base import Architecture, Family
@@ -55,6 +56,14 @@ LATENT = {
     "v_head_dim": 6,
 }
 STACKED = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
+GATED_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
 CONFIGS: dict[str, list[PretrainedConfig]] = {
     "llama": [LlamaConfig(**SIZES), LlamaConfig(**SIZES, tie_word_embeddings=True)],
     "qwen2": [Qwen2Config(**SIZES), Qwen2Config(**SIZES, tie_word_embeddings=True)],
@@ -72,6 +81,7 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
         DeepseekV3Config(**(SIZES | ROUTED | LATENT)),
         DeepseekV3Config(**(SIZES | ROUTED | LATENT | {"q_lora_rank": None})),
     ],
+    "qwen3_next": [Qwen3NextConfig(**(SIZES | EXPERTS | GATED_DELTA_NET), shared_expert_intermediate_size=24)],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
 }
 REFUSED = {"gemma3": "vision tower", "gemma3_text": "the norms behind attention .* Megatron-Core 0.16.1"}

@@ -26,24 +26,24 @@ from tests.multiprocess.megatron.gradients.ranks import exported_gradients
 from tests.tiny_models import MODELS, make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]
-EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "gpt_oss"]
+EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "qwen3_next", "gpt_oss"]
 LAYOUTS = {
     "d1": list(MODELS),
     "d1t2": list(MODELS),
     "d1p2": list(MODELS),
     "d2e2": EXPERTS,
-    "d1c2": ["glm4_moe", "deepseek_v3"],
+    "d1c2": ["glm4_moe", "deepseek_v3", "qwen3_next"],
     "d1t2|ffn:d1t2": ["qwen3_moe", "glm4_moe"],
     "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss"],
 }
 """Each way in which a family's `load` cuts, for each family. All other layouts: test_gradient_matrix."""
 PARTS = {
     "norms": "norm",
-    "experts": "experts.",
+    "experts": r"experts\.|shared_expert[._]",
     "router": r"\.gate\.weight|router",
     "embedding": "embed_tokens",
     "head": "lm_head",
-    "attention": "self_attn",
+    "attention": "self_attn|linear_attn",
     "mlp": r"\.mlp\.",
 }
 """Parts of a model by the names of Hugging Face, of which the first that matches counts."""

@@ -105,6 +105,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 32,
         },
     ),
+    "qwen3_5": ("Qwen3_5TextConfig", GATED_DELTA_NET),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        GATED_DELTA_NET
+        | {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

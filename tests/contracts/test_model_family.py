@@ -15,6 +15,8 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -82,10 +84,19 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
         DeepseekV3Config(**(SIZES | ROUTED | LATENT | {"q_lora_rank": None})),
     ],
     "qwen3_next": [Qwen3NextConfig(**(SIZES | EXPERTS | GATED_DELTA_NET), shared_expert_intermediate_size=24)],
+    "qwen3_5_text": [Qwen3_5TextConfig(**SIZES, **GATED_DELTA_NET)],
+    "qwen3_5_moe_text": [
+        Qwen3_5MoeTextConfig(**(SIZES | EXPERTS | GATED_DELTA_NET), shared_expert_intermediate_size=24),
+    ],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
 }
-REFUSED = {"gemma3": "vision tower", "gemma3_text": "the norms behind attention .* Megatron-Core 0.16.1"}
-DENSE = {"llama", "qwen2", "qwen3"}
+REFUSED = {
+    "qwen3_5": "vision tower.*AutoModelForCausalLM",
+    "qwen3_5_moe": "vision tower",
+    "gemma3": "vision tower",
+    "gemma3_text": "the norms behind attention .* Megatron-Core 0.16.1",
+}
+DENSE = {"llama", "qwen2", "qwen3", "qwen3_5_text"}
 WHOLE_EXPERTS = {"gpt_oss"}
 """Families whose experts no tensor parallelism cuts."""
 LAYOUTS = [

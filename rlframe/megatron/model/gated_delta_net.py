@@ -111,7 +111,9 @@ class GatedDeltaNet(MegatronModule):
         # Of each rank its tokens, in the order of ranks; then in the order of the pack.
         own = all_to_all(self.cp_group, sent).flatten(0, 1)[torch.argsort(rows)]
         output = self.whole_sequences(own, bounds, slice(rank * share, (rank + 1) * share))
-        return all_to_all(self.cp_group, output[rows].unflatten(0, (size, -1)).contiguous()).transpose(0, 1).flatten(1, 2)
+        return (
+            all_to_all(self.cp_group, output[rows].unflatten(0, (size, -1)).contiguous()).transpose(0, 1).flatten(1, 2)
+        )
 
     def whole_sequences(self, inputs: Tensor, bounds: Tensor, keys: slice) -> Tensor:
         """Returns [T, key heads, values of a key head] of whole sequences.
@@ -124,7 +126,9 @@ class GatedDeltaNet(MegatronModule):
             for parameter in (self.conv_weight, self.A_log, self.dt_bias)
         )
         values = self.values_per_key * self.value_dim
-        mixed, gate, rate, step = inputs.split([self.channels, values, self.values_per_key, self.values_per_key], dim=-1)
+        mixed, gate, rate, step = inputs.split(
+            [self.channels, values, self.values_per_key, self.values_per_key], dim=-1
+        )
         mixed = F.silu(convolve(mixed.flatten(1), conv, bounds)).unflatten(1, (-1, self.channels))
         query, key, value = mixed.split([self.key_dim, self.key_dim, values], dim=-1)
         query, key = (part.repeat_interleave(self.values_per_key, dim=1) for part in (query, key))

@@ -1,8 +1,8 @@
 """The gated delta rule and the convolution before it, over packed sequences. No state passes from one sequence to the
 next.
 
-Source: Yang et al. 2024, arXiv 2412.06464, equations 10 to 12 and section 3.3. A head has a state S [key dim, value dim],
-zero before a sequence. A token with key k, value v, query q, decay a <= 0 and learning rate b does
+Source: Yang et al. 2024, arXiv 2412.06464, sections 3.1 and 3.3. A head has a state S [key dim, value dim], zero before
+a sequence. A token with key k, value v, query q, decay a <= 0 and learning rate b does
     S = exp(a) S,  S = S + b k (v - S' k)',  o = S' q / sqrt(key dim),
 ' being transposition. A chunk of 64 tokens is computed at once, and the chunks of a sequence one after the other.
 """

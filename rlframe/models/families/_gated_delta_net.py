@@ -25,6 +25,9 @@ NEEDED = (
 def faults(hf: Mapping[str, Any]) -> list[str]:
     """Returns what is missing from config.json or contradicts itself."""
     found = [f"{key} is missing" for key in NEEDED if hf.get(key) is None]
+    # vLLM reads this key, which transformers does not.
+    if hf.get("output_gate_type", "silu") not in ("silu", "swish"):
+        found.append(f"output_gate_type must be silu, got {hf['output_gate_type']!r:.60}")
     if not found and hf["linear_num_value_heads"] % hf["linear_num_key_heads"]:
         heads = hf["linear_num_value_heads"]
         found.append(f"linear_num_key_heads {hf['linear_num_key_heads']} must divide linear_num_value_heads {heads}")
@@ -104,6 +107,26 @@ class GatedDeltaNet(LayerSpec):
         numbers = 2 * net.values_per_key
         for part, name in ((inputs[:, :-numbers], "in_proj_qkvz"), (inputs[:, -numbers:], "in_proj_ba")):
             part.copy_(theirs[f"{name}.weight"].unflatten(0, (net.num_key_heads, -1))[mine])
+
+
+class SplitGatedDeltaNet(GatedDeltaNet):
+    """All queries, all keys and all values in one matrix, and one matrix for each other input, as in Qwen3.5."""
+
+    def inputs(self, net: GatedDeltaNetDimensions, hidden: int) -> Shapes:
+        values = net.num_value_heads
+        return {
+            "linear_attn.in_proj_qkv.weight": (net.num_key_heads * net.conv_channels, hidden),
+            "linear_attn.in_proj_z.weight": (values * net.value_head_dim, hidden),
+            "linear_attn.in_proj_b.weight": (values, hidden),
+            "linear_attn.in_proj_a.weight": (values, hidden),
+        }
+
+    def load_inputs(self, inputs: Tensor, theirs: Scope, net: GatedDeltaNetDimensions, mine: slice) -> None:
+        values = net.values_per_key
+        mixed, gates, *numbers = inputs.split([net.conv_channels, values * net.value_head_dim, values, values], dim=1)
+        by_kind(mixed, theirs["in_proj_qkv.weight"], net, mine)
+        for part, name in zip((gates, *numbers), ("z", "b", "a"), strict=True):
+            part.copy_(theirs[f"in_proj_{name}.weight"].unflatten(0, (net.num_key_heads, -1))[mine])
 
 
 def dimensions(a: Architecture) -> GatedDeltaNetDimensions:

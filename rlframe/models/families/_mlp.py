@@ -61,9 +61,7 @@ class Experts(LayerSpec):
         shared: the checkpoint's name, in the module, of the expert that all tokens share.
     """
 
-    def __init__(
-        self, module: str = "mlp.", projections: Projections | None = None, shared: str = "shared_experts"
-    ):
+    def __init__(self, module: str = "mlp.", projections: Projections | None = None, shared: str = "shared_experts"):
         self.module, self.projections, self.shared = module, projections or Projections(), shared
 
     def tensors(self, a: Architecture) -> Shapes:

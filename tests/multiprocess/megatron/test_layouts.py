@@ -27,16 +27,25 @@ from tests.tiny_models import MODELS, make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]
 EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "qwen3_next", "gpt_oss"]
+SPARED = ("qwen3_5", "qwen3_5_moe")
+"""Models of which FURTHER has most cells, because Qwen3-Next has all of their layers."""
+EVERY = [name for name in MODELS if name not in SPARED]
 LAYOUTS = {
-    "d1": list(MODELS),
-    "d1t2": list(MODELS),
-    "d1p2": list(MODELS),
+    "d1": EVERY,
+    "d1t2": [*EVERY, "qwen3_5"],
+    "d1p2": EVERY,
     "d2e2": EXPERTS,
     "d1c2": ["glm4_moe", "deepseek_v3", "qwen3_next"],
     "d1t2|ffn:d1t2": ["qwen3_moe", "glm4_moe"],
-    "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss"],
+    "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss", "qwen3_next"],
 }
 """Each way in which a family's `load` cuts, for each family. All other layouts: test_gradient_matrix."""
+FURTHER = [
+    *((layout, name) for layout in ("d1", "d1t2", "d1p2", "d1c2") for name in SPARED),
+    *((layout, "qwen3_5_moe") for layout in ("d2e2", "d1t2|ffn:d1t2", "d1t2p2|ffn:d1t1p2e2")),
+    ("d1t2|ffn:d1t2", "qwen3_next"),
+]
+"""Cells that only a thorough run has."""
 PARTS = {
     "norms": "norm",
     "experts": r"experts\.|shared_expert[._]",
@@ -156,11 +165,22 @@ class Weighted:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
     """By layout and model: transformers' model, its folder, and what each rank has. Processes are started once for each
     number of ranks."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    return measure_all(CASES, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def further(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """`results` of the cells of FURTHER."""
+    return measure_all(FURTHER, tmp_path_factory)
+
+
+def measure_all(cells: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """See `results`."""
+    folders = {name: tmp_path_factory.mktemp(name) for _, name in cells}
     references = {name: make(name, folder) for name, folder in folders.items()}
     found = {}
-    for world in sorted({Parallel.parse(layout).world for layout in LAYOUTS}):
-        cases = [case for case in CASES if Parallel.parse(case[0]).world == world]
+    for world in sorted({Parallel.parse(layout).world for layout, _ in cells}):
+        cases = [case for case in cells if Parallel.parse(case[0]).world == world]
         ranks = run_distributed(on_rank, world, [(layout, str(folders[name])) for layout, name in cases])
         for index, case in enumerate(cases):
             found[case] = references[case[1]], folders[case[1]], [rank[index] for rank in ranks]
@@ -175,6 +195,12 @@ def test_a_layout_equals_transformers_in_logprobs_gradients_and_export(
     reference.zero_grad()
     check(name, reference, load_file(folder / "model.safetensors"), ranks)
     check_foreseen(folder, Parallel.parse(layout), ranks)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", FURTHER, ids=" ".join)
+def test_another_layout_equals_transformers(case: tuple[str, str], further: dict[tuple[str, str], Any]) -> None:
+    test_a_layout_equals_transformers_in_logprobs_gradients_and_export(case, further)
 
 
 def check(name: str, reference: Any, disk: dict[str, torch.Tensor], results: list[dict[str, Any]]) -> None:

@@ -24,6 +24,11 @@ CASES = [
     ("qwen3_moe", 1, False),
     ("qwen3_moe", 2, False),
     ("qwen3_moe", 4, True),
+    ("qwen3_next", 1, False),
+    ("qwen3_next", 2, False),
+    ("qwen3_next", 2, True),
+    ("qwen3_5", 2, False),
+    ("qwen3_5_moe", 2, True),
 ]
 
 

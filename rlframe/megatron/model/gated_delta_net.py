@@ -68,7 +68,7 @@ class GatedDeltaNet(MegatronModule):
         )
         dtype = config.params_dtype
         kernel = config.linear_conv_kernel_dim
-        self.conv_weight = torch.nn.Parameter(torch.zeros(self.num_keys * self.channels, 1, kernel, dtype=dtype))
+        self.conv_weight = torch.nn.Parameter(torch.zeros(self.num_keys * self.channels, kernel, dtype=dtype))
         self.dt_bias = torch.nn.Parameter(torch.ones(num_values, dtype=dtype))
         self.A_log = torch.nn.Parameter(torch.zeros(num_values, dtype=dtype))
         self.norm_weight = torch.nn.Parameter(torch.ones(self.value_dim, dtype=dtype))

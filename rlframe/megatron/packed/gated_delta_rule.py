@@ -23,7 +23,7 @@ def convolve(values: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
 
     Args:
         values: [T, C].
-        weight: [C, 1, width].
+        weight: [C, width].
         cu_seqlens: [R + 1] bounds of the sequences.
     """
     gap = weight.shape[-1] - 1
@@ -32,7 +32,7 @@ def convolve(values: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
     # Each sequence is moved behind `gap` rows of zeros.
     rows = torch.arange(len(values), device=values.device) + gap * (sequence + 1)
     spread = values.new_zeros(len(values) + gap * len(lengths), values.shape[1]).index_copy(0, rows, values)
-    return F.conv1d(spread.t()[None], weight, groups=len(weight))[0].t()[rows - gap]
+    return F.conv1d(spread.t()[None], weight[:, None], groups=len(weight))[0].t()[rows - gap]
 
 
 def gated_delta_rule(

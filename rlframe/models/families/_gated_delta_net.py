@@ -83,7 +83,7 @@ class GatedDeltaNet(LayerSpec):
         keys, values = net.num_key_heads // shard.tp_size, net.num_value_heads // shard.tp_size
         return {
             "self_attention.linear_in.weight": (keys * net.projected, hidden),
-            "self_attention.conv_weight": (keys * net.conv_channels, 1, net.conv_kernel),
+            "self_attention.conv_weight": (keys * net.conv_channels, net.conv_kernel),
             "self_attention.dt_bias": (values,),
             "self_attention.A_log": (values,),
             "self_attention.norm_weight": (net.value_head_dim,),
@@ -96,7 +96,7 @@ class GatedDeltaNet(LayerSpec):
         keys = net.num_key_heads // shard.tp_size
         mine = slice(shard.tp_rank * keys, (shard.tp_rank + 1) * keys)
         self.load_inputs(ours["linear_in.weight"].unflatten(0, (keys, -1)), theirs, net, mine)
-        by_kind(ours["conv_weight"].unflatten(0, (keys, -1)), theirs["conv1d.weight"], net, mine)
+        by_kind(ours["conv_weight"].unflatten(0, (keys, -1)), theirs["conv1d.weight"].squeeze(1), net, mine)
         for name in ("dt_bias", "A_log"):
             ours[name].copy_(rows(theirs[name], shard.tp_rank, shard.tp_size))
         ours["norm_weight"].copy_(theirs["norm.weight"])

@@ -175,10 +175,10 @@ class TrainerSeconds:
         hidden = shape.hidden_size * size
         # times counts backward twice, but messages go the same way back once: 3 becomes 2.
         rounds = times if times < 2 else times - 1
+        layers, states = len(stage), sum(shape.has_gated_delta_net(layer) for layer in stage)
         ranks = parallel.ep * parallel.etp
         to_experts = 2 * shape.experts_per_token * hidden * share * (ranks - 1) / ranks * sparse
         around = 4 * hidden * share * (parallel.tp - 1) * (layers - sparse / 2)
-        layers, states = len(stage), sum(shape.has_gated_delta_net(layer) for layer in stage)
         keys = 2 * shape.num_kv_heads * shape.head_dim * size * share * (parallel.cp - 1) * (layers - states)
         if net := shape.gated_delta_net:
             # Inputs of the heads to the ranks that have whole sequences of them, and their outputs back.

@@ -80,7 +80,7 @@ def gated_delta_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
     return {
         # Queries, keys, values, gates, and two numbers for each value head.
         "linear_in.weight": ((2 * keys + 2 * values + 2 * net.num_value_heads) // tp, hidden),
-        "conv_weight": ((2 * keys + values) // tp, 1, net.conv_kernel),
+        "conv_weight": ((2 * keys + values) // tp, net.conv_kernel),
         "dt_bias": (net.num_value_heads // tp,),
         "A_log": (net.num_value_heads // tp,),
         "norm_weight": (net.value_head_dim,),

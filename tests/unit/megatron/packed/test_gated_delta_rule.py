@@ -77,9 +77,9 @@ def test_chunks_of_longer_sequences_come_first() -> None:
 
 def test_the_convolution_is_that_of_each_sequence_behind_zeros() -> None:
     generator = torch.Generator().manual_seed(5)
-    values, weight = torch.randn(TOKENS, 6, generator=generator), torch.randn(6, 1, 4, generator=generator)
+    values, weight = torch.randn(TOKENS, 6, generator=generator), torch.randn(6, 4, generator=generator)
     expected = [
-        sum(F.pad(rows, (0, 0, shift, 0))[: len(rows)] * weight[:, 0, 3 - shift] for shift in range(4))
+        sum(F.pad(rows, (0, 0, shift, 0))[: len(rows)] * weight[:, 3 - shift] for shift in range(4))
         for rows in values.split(LENGTHS)
     ]
     torch.testing.assert_close(convolve(values, weight, bounds()), torch.cat(expected), atol=1e-5, rtol=1e-5)

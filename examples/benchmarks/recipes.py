@@ -149,6 +149,8 @@ def overrides(case: Case, folder: Path) -> list[str]:
         "steps": 1000,
         "prompts_per_step": case.prompts,
         "data.path": data,
+        # Words that the tokenizer lacks, such as a recipe's system prompt, are its unknown token.
+        "data.special_tokens_in_text": "true",
         "data.evaluation_count": 0,
         "data.evaluation_path": "null",
         "evaluation.every_steps": 0,
@@ -158,6 +160,7 @@ def overrides(case: Case, folder: Path) -> list[str]:
     if case.online:
         found |= {
             "data.max_prompt_tokens": case.prompt_tokens,
+            "data.system_prompt": "null",
             "rollout.max_tokens": case.response_tokens,
             "rollout.min_tokens": case.response_tokens,
             "rollout.max_model_len": case.prompt_tokens + case.response_tokens,
@@ -169,14 +172,16 @@ def overrides(case: Case, folder: Path) -> list[str]:
 def records(case: Case) -> Iterable[dict[str, Any]]:
     """Yields rows of the case's lengths, in words that are a token each."""
     for row in range(case.prompts * (WARM_UP + STEPS + 2)):
-        text = {"prompt": words(row, case.prompt_tokens - 1), "answer": "w7"}
+        text = {"prompt": words(row, case.prompt_tokens - 4), "answer": "w7", "solution": "w7"}
         text |= {"response": words(row + 1, case.response_tokens - 1)}
         text |= {
             "chosen": words(row + 2, case.response_tokens - 1),
             "rejected": words(row + 3, case.response_tokens - 1),
         }
         asked = {"dpo": ("prompt", "chosen", "rejected"), "reward": ("prompt", "chosen", "rejected")}
-        keys = asked.get(case.recipe.split("_")[0], ("prompt", "answer") if case.online else ("prompt", "response"))
+        keys = asked.get(
+            case.recipe.split("_")[0], ("prompt", "answer", "solution") if case.online else ("prompt", "response")
+        )
         yield {key: text[key] for key in keys}
 
 

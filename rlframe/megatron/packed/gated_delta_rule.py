@@ -7,12 +7,15 @@ a sequence. A token with key k, value v, query q, decay a <= 0 and learning rate
 ' being transposition. A chunk of 64 tokens is computed at once, and the chunks of a sequence one after the other.
 """
 
+import logging
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LOG = logging.getLogger(__name__)
 CHUNK = 64
 NORM_EPS = 1e-6
 """Epsilon of the norms of queries and keys, as in the kernels and in transformers."""
@@ -57,11 +60,13 @@ def gated_delta_rule(
     return output[0]
 
 
+@cache
 def _kernel() -> Any:
-    """Returns the kernel of flash-linear-attention, which is an optional dependency, or None."""
+    """Returns the kernel of flash-linear-attention, which is an optional dependency, or None, which is said once."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: PLC0415 - optional
     except ImportError:
+        LOG.warning("flash-linear-attention is not installed: gated delta nets are computed in plain PyTorch, slowly")
         return None
     return chunk_gated_delta_rule
 

@@ -29,7 +29,10 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
         wanted["layernorm_zero_centered_gamma"] = True
     if a.output_gate:
         wanted["attention_output_gate"] = True
-    return wanted | _router_fields(a) | _latent_fields(a) | _gated_delta_fields(a)
+    if a.gated_delta_net:
+        # By it Megatron keeps layers apart in distributed checkpoints.
+        wanted["linear_attention_freq"] = [int(has) for has in a.gated_delta_layers]
+    return wanted | _router_fields(a) | _latent_fields(a)
 
 
 def fuses_rope(a: Architecture, *, on_cpu: bool) -> bool:
@@ -63,21 +66,6 @@ def _router_fields(a: Architecture) -> dict[str, Any]:
             "moe_router_group_topk": a.router_groups_per_token,
         }
     return fields
-
-
-def _gated_delta_fields(a: Architecture) -> dict[str, Any]:
-    """Returns the fields that `gated_delta_net` reads, and the one by which Megatron keeps layers apart in distributed
-    checkpoints."""
-    if a.gated_delta_net is None:
-        return {}
-    return {
-        "linear_attention_freq": [int(has) for has in a.gated_delta_layers],
-        "linear_num_key_heads": a.gated_delta_net.num_key_heads,
-        "linear_num_value_heads": a.gated_delta_net.num_value_heads,
-        "linear_key_head_dim": a.gated_delta_net.key_head_dim,
-        "linear_value_head_dim": a.gated_delta_net.value_head_dim,
-        "linear_conv_kernel_dim": a.gated_delta_net.conv_kernel,
-    }
 
 
 def _latent_fields(a: Architecture) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlframe.megatron.packed.context_parallel import rows_of_rank
 from rlframe.megatron.packed.gated_delta_rule import convolve, gated_delta_rule
+from rlframe.models.families.base import GatedDeltaNetDimensions
 
 SPLIT_BY_HEADS = ("conv_weight", "dt_bias", "A_log")
 """Parameters of which tensor parallelism gives each rank those of its heads."""
@@ -40,35 +41,35 @@ class GatedDeltaNet(MegatronModule):
     With context parallelism a rank exchanges its tokens of all heads for all tokens of a part of the heads, and back.
     """
 
-    def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, **_: Any):
+    def __init__(
+        self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, net: GatedDeltaNetDimensions, **_: Any
+    ):
         super().__init__(config)
         self.cp_group = parallel_state.get_context_parallel_group()
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        self.values_per_key = config.linear_num_value_heads // config.linear_num_key_heads
-        self.channels = 2 * self.key_dim + self.values_per_key * self.value_dim
-        self.num_keys = config.linear_num_key_heads // config.tensor_model_parallel_size
+        self.key_dim, self.value_dim = net.key_head_dim, net.value_head_dim
+        self.values_per_key, self.channels = net.values_per_key, net.conv_channels
+        self.num_keys = net.num_key_heads // config.tensor_model_parallel_size
         num_values = self.num_keys * self.values_per_key
-        inputs = self.channels + self.values_per_key * (self.value_dim + 2)
         linear = {"config": config, "bias": False, "is_expert": False, "init_method": config.init_method}
         self.linear_in = build_module(
             submodules.linear_in,
             config.hidden_size,
-            config.linear_num_key_heads * inputs,
+            net.num_key_heads * net.projected,
             gather_output=False,
             skip_bias_add=False,
             **linear,
         )
         self.linear_out = build_module(
             submodules.linear_out,
-            config.linear_num_value_heads * self.value_dim,
+            net.num_value_heads * net.value_head_dim,
             config.hidden_size,
             input_is_parallel=True,
             skip_bias_add=True,
             **linear,
         )
         dtype = config.params_dtype
-        kernel = config.linear_conv_kernel_dim
-        self.conv_weight = torch.nn.Parameter(torch.zeros(self.num_keys * self.channels, kernel, dtype=dtype))
+        convolution = torch.zeros(self.num_keys * net.conv_channels, net.conv_kernel, dtype=dtype)
+        self.conv_weight = torch.nn.Parameter(convolution)
         self.dt_bias = torch.nn.Parameter(torch.ones(num_values, dtype=dtype))
         self.A_log = torch.nn.Parameter(torch.zeros(num_values, dtype=dtype))
         self.norm_weight = torch.nn.Parameter(torch.ones(self.value_dim, dtype=dtype))

@@ -139,7 +139,7 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         offset = get_transformer_layer_offset(config, vp_stage=chunk)
         block.layer_specs = [
-            with_gated_delta_net(layer, cuda=True) if architecture.has_gated_delta_net(index) else layer
+            with_gated_delta_net(architecture, layer, cuda=True) if architecture.has_gated_delta_net(index) else layer
             for index, layer in enumerate(block.layer_specs, start=offset)
         ]
         for layer in block.layer_specs:
@@ -153,7 +153,7 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
 
 
-def with_gated_delta_net(layer: ModuleSpec, *, cuda: bool) -> ModuleSpec:
+def with_gated_delta_net(architecture: Architecture, layer: ModuleSpec, *, cuda: bool) -> ModuleSpec:
     """Returns the layer with a gated delta net in the place of its attention. On CUDA the first matrix has the norm
     before it, as the one of queries, keys and values has."""
     names = dict(layer.submodules.sharded_state_dict_keys_map)
@@ -162,7 +162,7 @@ def with_gated_delta_net(layer: ModuleSpec, *, cuda: bool) -> ModuleSpec:
     else:
         matrices = GatedDeltaNetSubmodules(ColumnParallelLinear, RowParallelLinear)
         names["input_layernorm."] = "self_attention.linear_in.layer_norm_"
-    attention = ModuleSpec(module=GatedDeltaNet, submodules=matrices)
+    attention = ModuleSpec(module=GatedDeltaNet, params={"net": architecture.gated_delta_net}, submodules=matrices)
     submodules = replace(layer.submodules, self_attention=attention, sharded_state_dict_keys_map=names)
     return replace(layer, submodules=submodules)
 
@@ -196,7 +196,7 @@ def local_layer(architecture: Architecture, index: int) -> ModuleSpec:
     if architecture.linear_bias and num_experts:
         submodules(submodules(spec.submodules.mlp).experts).linear_fc2 = ExpertOutput
     set_activation(architecture, spec)
-    return with_gated_delta_net(spec, cuda=False) if architecture.has_gated_delta_net(index) else spec
+    return with_gated_delta_net(architecture, spec, cuda=False) if architecture.has_gated_delta_net(index) else spec
 
 
 def set_activation(architecture: Architecture, layer: ModuleSpec) -> None:

@@ -25,7 +25,7 @@ NOT_ADAPTED = ("mlp.gate", "router", "block_sparse_moe.gate", "shared_expert_gat
 
 
 class LayerKind(NamedTuple):
-    """What a layer is made of. Layers of one kind have the same sizes."""
+    """The kind of a layer. Layers of one kind have the same sizes."""
 
     sparse: bool
     """Whether it has experts."""

@@ -25,6 +25,7 @@ def model(folder: Path, model_type: str) -> str:
     return str(folder)
 
 
+@pytest.mark.thorough
 def test_the_embedded_engine_serves_them(tmp_path: Path) -> None:
     assert faults(model(tmp_path, "qwen3_next"), "train.parallel=d1t2", "train.lora.rank=4") == []
 
@@ -44,11 +45,13 @@ def test_vllm_on_a_cpu_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Mo
     assert split == ["rollout.name=vllm: tp 4 must divide linear_num_key_heads 2 of qwen3_next"]
 
 
+@pytest.mark.thorough
 def test_key_heads_are_split_over_tensor_and_context_parallelism(tmp_path: Path) -> None:
     (fault,) = faults(model(tmp_path, "qwen3_next"), "train.parallel=d1t2c2")
     assert fault == "train.parallel: tp * cp 4 must divide linear_num_key_heads 2 of qwen3_next"
 
 
+@pytest.mark.thorough
 def test_adapters_of_split_matrices_are_refused_with_tensor_parallelism(tmp_path: Path) -> None:
     folder = model(tmp_path, "qwen3_5_moe_text")
     lora = ["train.parallel=d1t2", "train.lora.rank=4"]

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -18,9 +19,9 @@ TEMPLATE = (
 )
 
 
-def make_with_tokenizer(name: str, folder: Path) -> Path:
-    """`folder`, with the model `name` of `tests.tiny_models` and a tokenizer of one word per token."""
-    make(name, folder)
+def make_with_tokenizer(name: str, folder: Path, **changes: Any) -> Path:
+    """`folder`, with the model `name` of `tests.tiny_models`, with `changes`, and a tokenizer of one word per token."""
+    make(name, folder, **changes)
     words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(

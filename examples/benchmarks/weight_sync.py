@@ -52,7 +52,7 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_si
 """vLLM's compilation: CUDA graphs of whole decode steps; no Inductor, whose compile time would be most of the run."""
 
 
-CACHE_BYTES = 2 << 30
+CACHE_GB = 2.0
 """Of vLLM's key-value cache, which these runs hardly use."""
 
 
@@ -164,12 +164,10 @@ def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Pat
         expert_parallel=case.expert_parallel,
         max_tokens=64,
         max_model_len=1024,
-        # Looked at once, before vLLM learns that the cache has a size of its own.
-        gpu_memory_utilization=0.05,
+        kv_cache_gb=CACHE_GB,
         engine_options={
             "compilation_config": GRAPHS,
             "max_num_batched_tokens": 1024,
-            "kv_cache_memory_bytes": CACHE_BYTES,
         },
     )
     setup = RolloutSetup(rollout=settings, model=model, dtype=EngineDtype.BFLOAT16, device=Device.CUDA, seed=0)

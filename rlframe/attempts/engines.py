@@ -51,7 +51,7 @@ class EngineQueue:
         """
         Args:
             max_calls: greatest number of calls that the engine gets at the same time. With 1, a call has all requests
-                that wait; otherwise each request has a call of its own.
+                that wait; otherwise each request has a call of its own, which `ask` may send together.
             lost: called when the engine has failed; the queue waits for `replace`.
             abort: called with the names of requests for whose answers nobody waits any more.
         """

@@ -11,10 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
-from ray.exceptions import RayError
 
+from rlframe.attempts.calls import abort_of, calls_of
 from rlframe.attempts.dialogue import single_turn
-from rlframe.attempts.engines import Abort, Ask, EngineLost
 from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.attempts.runner import News, Runner, State
 from rlframe.attempts.scoring import Judge
@@ -28,7 +27,7 @@ from rlframe.environments.config import EnvironmentConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
-from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout
+from rlframe.types.rollout import Group, Rollout
 from rlframe.utils import garbage, outside
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ class RunnerWorker(Worker, RunnerCalls):
         os.chdir(setup.folder)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=LOOP, daemon=True).start()
-        words = setup.tokenizer
+        words, self._max_calls = setup.tokenizer, setup.max_calls
         self._judge = Judge(RewardRunner(setup.reward), self._loop) if setup.reward else None
         self._sessions: SessionPool | None = None
         self._server: Server | None = None
@@ -163,7 +162,7 @@ class RunnerWorker(Worker, RunnerCalls):
                 **self._others(setup, words),
             )
             return Runner(
-                [calls_of(actor) for actor in engines],
+                [calls_of(actor, max_calls=setup.max_calls) for actor in engines],
                 sides,
                 run_seed=setup.seed,
                 max_calls=setup.max_calls,
@@ -238,7 +237,8 @@ class RunnerWorker(Worker, RunnerCalls):
 
     def replace(self, engine: int, actor: Any) -> None:
         """See RunnerCalls."""
-        self._in_loop(_call(self._runner.replace, engine, calls_of(actor), abort_of(actor)))
+        ask = calls_of(actor, max_calls=self._max_calls)
+        self._in_loop(_call(self._runner.replace, engine, ask, abort_of(actor)))
 
     def state(self) -> State:
         """See RunnerCalls."""
@@ -290,32 +290,9 @@ class Messenger(logging.Handler):
             self._loop.call_soon_threadsafe(self._runner.warn, record.levelno, record.getMessage())
 
 
-def calls_of(actor: Any) -> Ask:
-    """Returns the function that sends requests to an engine's actor."""
-
-    async def ask(requests: list[GenerationRequest]) -> list[Completion]:
-        call = actor.generate.remote(requests)
-        try:
-            return await asyncio.wrap_future(call.future())
-        except RayError:
-            raise EngineLost([call]) from None
-
-    return ask
-
-
 def decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
     """Returns the text of tokens, special tokens left out."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-
-def abort_of(actor: Any) -> Abort:
-    """Returns the function that makes an engine's actor abort requests. It does not wait, and an engine that is dead
-    has nothing to abort."""
-
-    def abort(names: list[str]) -> None:
-        actor.abort.remote(names)
-
-    return abort
 
 
 async def _call(method: Any, *arguments: Any, **named: Any) -> Any:

@@ -1,12 +1,8 @@
-"""The memory that a worker uses; recognises that it has run out, and says what its device held."""
+"""Recognises that a worker's memory has run out, and says what its device held."""
 
 import pathlib
 import sys
 import traceback
-from contextlib import suppress
-from dataclasses import dataclass
-
-import psutil
 
 from rlframe.utils.errors import OutOfMemory, RlframeError
 
@@ -25,33 +21,6 @@ SIGNS = (
 STARTS = "start"
 TAIL_BYTES = 1 << 16
 """Bytes at the end of the log in which an engine's own words are looked for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryInUse:
-    """The memory that a process uses at one moment."""
-
-    host_bytes: int
-    """Bytes of its own, without what it shares with others."""
-    device_bytes: int
-    """Bytes of its tensors on its GPU. 0 on a CPU. Those of its children are not known."""
-
-
-def in_use(*, with_children: bool) -> MemoryInUse:
-    """Returns the memory that this process uses.
-
-    Args:
-        with_children: whether to add the host memory of the processes that it has started.
-    """
-    process, host = psutil.Process(), 0
-    for each in (process, *(process.children(recursive=True) if with_children else [])):
-        with suppress(psutil.NoSuchProcess):
-            held = each.memory_info()
-            host += held.rss - getattr(held, "shared", 0)
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return MemoryInUse(host_bytes=host, device_bytes=0)
-    return MemoryInUse(host_bytes=host, device_bytes=torch.cuda.memory_allocated())
 
 
 def named(error: Exception, *, role: str, rank: int, call: str, log: pathlib.Path, begin: int) -> Exception:

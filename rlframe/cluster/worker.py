@@ -8,7 +8,8 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rlframe.cluster import memory
@@ -20,6 +21,7 @@ from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, st
 from rlframe.cluster.watch.warned import note_warnings
 from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
+from rlframe.utils.memory import MemoryUse, used
 from rlframe.utils.outside import receive
 
 if TYPE_CHECKING:
@@ -96,9 +98,9 @@ class Worker:
         if ray.is_initialized():
             use_address(ray.util.get_node_ip_address())
 
-    def memory(self) -> memory.MemoryInUse:
+    def memory(self) -> MemoryUse:
         """Returns the memory that this process and its children use."""
-        return memory.in_use(with_children=True)
+        return used(with_children=True)
 
     def info(self) -> WorkerInfo:
         """Returns the location of this worker. It is the group's first call, which also waits for the constructor."""
@@ -141,30 +143,42 @@ class Worker:
 
 
 def marked(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `method` with a mark at its beginning and at its end, counted among the calls under way."""
+    """Returns `method` with a mark at its beginning and at its end, counted among the calls under way. A generator ends
+    with its last item."""
 
     @functools.wraps(method)
     def call(self: Worker, *arguments: Any, **named: Any) -> Any:
-        name = method.__name__ + forwarded(arguments)
-        count_call(1)
-        mark(f"{name}: begun")
-        try:
-            # Once: another thread may end the profile.
-            recording = self._recording
-            if recording is None:
-                return method(self, *arguments, **named)
-            with recording.call(f"{self.role}.{name}"):
-                return method(self, *arguments, **named)
-        except (RuntimeError, ValueError, MemoryError) as error:
-            found = memory.named(error, role=self.role, rank=self.rank, call=name, log=self.log, begin=self._log_begin)
-            if found is error:
-                raise
-            raise found from error
-        finally:
-            count_call(-1)
-            mark(f"{name}: done")
+        with noted(self, method.__name__ + forwarded(arguments)):
+            return method(self, *arguments, **named)
 
-    return call
+    @functools.wraps(method)
+    def each(self: Worker, *arguments: Any, **named: Any) -> Iterator[Any]:
+        with noted(self, method.__name__ + forwarded(arguments)):
+            yield from method(self, *arguments, **named)
+
+    return each if inspect.isgeneratorfunction(method) else call
+
+
+@contextmanager
+def noted(worker: Worker, name: str) -> Iterator[None]:
+    """Notes a call of a worker: with marks, in its profile if one is recorded, and in errors about memory."""
+    count_call(1)
+    mark(f"{name}: begun")
+    try:
+        # Once: another thread may end the profile.
+        recording = worker._recording
+        with recording.call(f"{worker.role}.{name}") if recording else nullcontext():
+            yield
+    except (RuntimeError, ValueError, MemoryError) as error:
+        found = memory.named(
+            error, role=worker.role, rank=worker.rank, call=name, log=worker.log, begin=worker._log_begin
+        )
+        if found is error:
+            raise
+        raise found from error
+    finally:
+        count_call(-1)
+        mark(f"{name}: done")
 
 
 def forwarded(arguments: tuple[Any, ...]) -> str:

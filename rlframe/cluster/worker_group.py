@@ -10,7 +10,6 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, RuntimeEnvSetupError
 
 from rlframe.cluster.info import WorkerInfo
-from rlframe.cluster.memory import MemoryInUse
 from rlframe.cluster.nodes import died, gone
 from rlframe.cluster.placement import Allocation, DriverNode
 from rlframe.cluster.watch.activities import Activity, waiting
@@ -20,6 +19,7 @@ from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import log_tail
 from rlframe.utils.errors import ConfigError, RlframeError, WorkerDied
 from rlframe.utils.faults import Fault
+from rlframe.utils.memory import MemoryUse
 from rlframe.utils.outside import SOURCES
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ class WorkerGroup(Generic[W_co]):
         """Starts a method of the actors of `ranks`, or of all if that is None. `wait` returns the answers."""
         return [self.ask(rank, method, *arguments) for rank in (range(len(self.actors)) if ranks is None else ranks)]
 
-    def memory(self) -> list[MemoryInUse]:
+    def memory(self) -> list[MemoryUse]:
         """Returns the memory that each actor and its children use."""
         return self.wait([actor.memory.remote() for actor in self.actors], doing="memory in use")
 

@@ -1,4 +1,5 @@
-"""Hugging Face checkpoints on disk: one safetensors file, or several with an index."""
+"""Hugging Face checkpoints on disk: one safetensors file, or several with an index. Quantised weights are read as what
+they stand for (`rlframe.models.quantized`)."""
 
 import json
 import re
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlframe.models.quantized import stated
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files import put, write_whole
@@ -19,12 +21,13 @@ from rlframe.utils.files import put, write_whole
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-SIDECAR_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-"""Names of the files next to the weights: config, tokenizer, chat template."""
+SIDECAR_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
+"""Names of the files next to the weights: config, tokenizer, chat template, and code that those name."""
 
 
 class CheckpointReader:
-    """The tensors of a folder, read one at a time.
+    """The tensors of a folder, read one at a time. A weight that is stored as values and scales is one tensor, in the
+    number format in which config.json says that the model computes.
 
     Raises:
         CheckpointError: the folder has no safetensors files, or a file named in the index is missing.
@@ -36,33 +39,55 @@ class CheckpointReader:
         missing = sorted({str(path) for path in self._file_of.values() if not path.is_file()})
         if missing:
             raise CheckpointError(f"{folder / INDEX} names files that do not exist: {', '.join(missing)}")
+        hf = json.loads((folder / "config.json").read_bytes()) if (folder / "config.json").is_file() else {}
+        self._quantization = stated.quantization(hf)
+        self._dtype = stated.dtype(hf) if self._quantization else None
 
     @property
     def names(self) -> list[str]:
         """The names of all tensors, sorted."""
-        return sorted(self._file_of)
+        return self._quantization.names(list(self._file_of)) if self._quantization else sorted(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor without reading the tensor."""
-        path = self._path(name)
+        stored, *scales = self._stored(name)
+        path = self._path(stored)
         try:
             with safe_open(path, framework="pt") as file:
-                return tuple(file.get_slice(name).get_shape())
+                found = tuple(file.get_slice(stored).get_shape())
         except (SafetensorError, OSError) as error:
-            raise _unreadable(path, name, error) from error
+            raise _unreadable(path, stored, error) from error
+        return self._quantization.shape(found) if self._quantization and scales else found
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor as stored.
+        """Returns a tensor as stored, or a quantised weight as what it stands for.
 
         Raises:
-            CheckpointError: there is no such tensor, or its file is truncated or garbled.
+            CheckpointError: there is no such tensor, its file is truncated or garbled, or its scales are missing.
         """
+        names = self._stored(name)
+        stored = [self._as_stored(each) for each in names]
+        if self._quantization is None or self._dtype is None:
+            return stored[0]
+        if len(stored) == 1:
+            if fault := self._quantization.bare(name, stored[0].dtype):
+                raise CheckpointError(f"{self._path(name)}: {fault}")
+            return stored[0]
+        try:
+            return self._quantization.read(names, stored, self._dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._folder}: {error}") from error
+
+    def _as_stored(self, name: str) -> Tensor:
         path = self._path(name)
         try:
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, name, error) from error
+
+    def _stored(self, name: str) -> tuple[str, ...]:
+        return self._quantization.stored(name, self._file_of) if self._quantization else (name,)
 
     def _path(self, name: str) -> Path:
         if name not in self._file_of:
@@ -93,8 +118,8 @@ def write_checkpoint(
 
 
 def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype, num_outputs: int | None = None) -> None:
-    """Copies config and tokenizer files of the model in `source`; the config's dtype becomes `dtype`. Creates a
-    generation config if there is none.
+    """Copies config and tokenizer files of the model in `source`; the config's dtype becomes `dtype`, and its weights
+    are no longer quantised. Creates a generation config if there is none.
 
     Args:
         num_outputs: `Architecture.num_outputs` of the model; the config then names transformers' class for such a head.
@@ -103,7 +128,7 @@ def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype, num_outputs
     for path in source.iterdir():
         if path.suffix in SIDECAR_SUFFIXES and not path.name.endswith(".index.json") and path.name != "config.json":
             shutil.copyfile(path, folder / path.name)
-    hf = json.loads((source / "config.json").read_text())
+    hf = stated.without(json.loads((source / "config.json").read_text()))
     # transformers 5 writes dtype; older versions wrote, and only read, torch_dtype.
     hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = str(dtype).removeprefix("torch.")
     if num_outputs is not None:

@@ -19,6 +19,9 @@ class ModelConfig:
     """Name of an embedded model, a local folder in Hugging Face format, or a hub id such as Qwen/Qwen3-0.6B."""
     revision: str | None = None
     """Branch, tag or commit of a hub id. null means the hub's default."""
+    trust_remote_code: bool = False
+    """Whether Python files of the model's folder may run, for a tokenizer or a configuration that transformers does not
+    have. They have the rights of the run, on every node. A hub id then needs a commit as its revision."""
     random_init: bool = False
     """Whether to take only config and tokenizer and to draw the weights from the run's seed."""
     family: Annotated[str, PathText()] | None = None

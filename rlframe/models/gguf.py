@@ -61,7 +61,7 @@ def to_hugging_face(file: Path, folder: Path, *, dtype: torch.dtype) -> None:
     try:
         AutoConfig.from_pretrained(file.parent, **named).save_pretrained(folder)
         # Before the weights are read, which takes longer.
-        load_family(folder)
+        load_family(folder).architecture(read_config(folder))
         AutoTokenizer.from_pretrained(file.parent, **named).save_pretrained(folder)
         model = _model(file)
     except RlframeError:

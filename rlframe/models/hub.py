@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rlframe.models import remote_code
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Family
 from rlframe.utils import registry
@@ -19,6 +20,8 @@ EMBEDDED = Path(__file__).parent / "embedded"
 EXPORT = "model"
 """Folder of a run with the model that it has trained."""
 FAMILIES = "rlframe.models.families"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""A revision that nobody can move to other files."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 OUTSIDE: dict[Path, Family] = {}
@@ -40,12 +43,16 @@ def resolve(config: ModelConfig, *, key: str = "model.path") -> Path:
     `config.family` is used for that folder in this process from then on.
 
     Raises:
-        ConfigError: none of these exists, or the family does not exist; the message lists what was tried.
+        ConfigError: none of these exists, or the family does not exist; the message lists what was tried. Code of the
+            model may run, and nothing pins it.
+        CheckpointError: as `remote_code.trust`.
     """
     folder = _folder(config, key=key)
     if config.family is not None:
         wish = load_class(config.family, base=registry.BASES[FAMILIES], key=f"{key.removesuffix('.path')}.family")
         OUTSIDE[folder] = wish()
+    if config.trust_remote_code:
+        remote_code.trust(folder)
     return folder
 
 
@@ -63,14 +70,32 @@ def _folder(config: ModelConfig, *, key: str) -> Path:
     near = did_you_mean(config.path, embedded_names())
     if not HUB_ID.fullmatch(config.path):
         raise ConfigError([Fault(key, f"{config.path!r:.200}", why=f"{tried:.500}", hint=near)])
+    if config.trust_remote_code and not COMMIT.fullmatch(config.revision or ""):
+        raise ConfigError(
+            [
+                Fault(
+                    f"{key.removesuffix('.path')}.revision",
+                    f"must be a commit of 40 digits with {remote_code.KEY}=true",
+                    got=config.revision,
+                    why="a branch or a tag may have other code tomorrow",
+                    hint=f"read the Python files of https://huggingface.co/{config.path} and name their commit",
+                )
+            ]
+        )
     # Most of a tenth of a second, which a local model does without.
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
         weights = [] if config.random_init else ["*.safetensors"]
-        files = ["*.json", "*.txt", "*.model", "*.jinja", *weights]
-        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=files))
+        code = ["*.py"] if config.trust_remote_code else []
+        files = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", *code, *weights]
+        # Folders hold the same weights in the formats of other programs, such as original/ and metal/ of GPT-OSS.
+        return Path(
+            snapshot_download(
+                config.path, revision=config.revision, allow_patterns=files, ignore_patterns=["*/*.safetensors"]
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         why = f"{tried}, and the hub answered: {error}"
         raise ConfigError([Fault(key, f"{config.path!r}", why=why, hint=near)]) from error

@@ -15,14 +15,16 @@ from safetensors import SafetensorError, safe_open
 from rlframe.models import hub
 from rlframe.models.checkpoint import INDEX, SINGLE, first_cut
 from rlframe.models.config import HEAD
+from rlframe.models.quantized import stated
+from rlframe.models.quantized.base import TORCH, Part, Quantization, finite
 from rlframe.utils.errors import CheckpointError
 
 SAMPLED_BYTES = 256_000_000
 """Bytes read of all tensors together."""
 LEAST_SAMPLED_BYTES = 4096
 """Least number of bytes read of a tensor."""
-DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of a value, by number format that weights may have."""
+DTYPES = ("F32", "F16", "BF16")
+"""Number formats that weights may have that are not quantised."""
 MOST_LISTED = 5
 HARMLESS_ENDINGS = ("rotary_emb.inv_freq",)
 """Ends of the names of tensors that follow from config.json and that old checkpoints contain."""
@@ -45,11 +47,22 @@ def model_faults(folder: Path, *, num_outputs: int | None) -> list[str]:
     # transformers also writes the output layer of tied models; a head replaces it.
     untied = architecture.tie_embeddings or num_outputs is not None
     ignored = {f"model.layers.{layer}." for layer in layers} | ({"lm_head.weight"} if untied else set())
-    return faults(folder, family.tensors(architecture.with_outputs(num_outputs)), optional={HEAD}, ignored=ignored)
+    return faults(
+        folder,
+        family.tensors(architecture.with_outputs(num_outputs)),
+        optional={HEAD},
+        ignored=ignored,
+        quantization=stated.quantization(hf),
+    )
 
 
 def faults(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], *, optional: Set[str], ignored: Set[str]
+    folder: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    optional: Set[str],
+    ignored: Set[str],
+    quantization: Quantization | None = None,
 ) -> list[str]:
     """Returns sentences that each name a file and a tensor. The list is empty if the weights match the model.
 
@@ -57,24 +70,27 @@ def faults(
         expected: shape of every tensor by its name.
         optional: tensors of `expected` that may be missing.
         ignored: further tensors that may be present, and prefixes of those of layers for multi-token prediction.
+        quantization: number format that config.json states for some weights.
     """
     try:
         places = tensor_files(folder)
     except CheckpointError as error:
         return [str(error)]
+    parts = dict(_parts(expected, places, quantization))
     found = _listed(
         f"{folder} lacks {{}} tensors that its config.json calls for: {{}}",
-        [name for name in expected if name not in places and name not in optional],
+        [name for name in parts if name not in places and name not in optional],
     )
+    further = quantization.ignored if quantization else ()
     found += _listed(
         f"{folder} has {{}} tensors that its config.json does not call for: {{}}; config.json is of another model, or "
         "has fewer layers or experts than the weights",
-        [name for name in places if name not in expected and not _harmless(name, ignored, places)],
+        [name for name in places if name not in parts and not _harmless(name, ignored, further, places)],
     )
-    most_bytes = max(LEAST_SAMPLED_BYTES, SAMPLED_BYTES // max(1, len(expected)))
+    most_bytes = max(LEAST_SAMPLED_BYTES, SAMPLED_BYTES // max(1, len(parts)))
     for file in dict.fromkeys(places.values()):
-        mine = {name: expected[name] for name in expected if places.get(name) == file}
-        found += _faults_of_file(file, mine, most_bytes)
+        mine = {name: part for name, part in parts.items() if places.get(name) == file}
+        found += _faults_of_file(file, mine, most_bytes, quantization)
     return found
 
 
@@ -132,24 +148,37 @@ def _names(path: Path) -> list[str]:
         raise CheckpointError(f"{path}: {what}; the file is truncated or garbled") from error
 
 
-def _faults_of_file(path: Path, expected: Mapping[str, tuple[int, ...]], most_bytes: int) -> list[str]:
+def _parts(
+    expected: Mapping[str, tuple[int, ...]], places: Mapping[str, Path], quantization: Quantization | None
+) -> Iterator[tuple[str, Part]]:
+    """Yields every tensor that must be in the files, by its name: a weight, or what stores it."""
+    for name, shape in expected.items():
+        stored = quantization.stored(name, places) if quantization else (name,)
+        if quantization and len(stored) > 1:
+            yield from zip(stored, quantization.parts(shape), strict=True)
+        else:
+            yield name, Part(shape, DTYPES, finite)
+
+
+def _faults_of_file(
+    path: Path, expected: Mapping[str, Part], most_bytes: int, quantization: Quantization | None
+) -> list[str]:
     """Returns the faults in shapes, number formats and sampled values of the tensors of one file."""
     found: dict[str, list[str]] = {"shape": [], "dtype": [], "value": []}
     with safe_open(path, framework="pt") as file:
-        for name, shape in expected.items():
+        for name, part in expected.items():
             piece = file.get_slice(name)
             dtype, real = piece.get_dtype(), tuple(piece.get_shape())
-            if dtype not in DTYPES:
-                found["dtype"].append(f"{name} is {dtype}")
-            elif real != tuple(shape):
-                found["shape"].append(f"{name} has shape {list(real)}, config.json calls for {list(shape)}")
-            elif not all(
-                bool(torch.isfinite(values).all()) for values in _samples(piece, real, most_bytes // DTYPES[dtype])
-            ):
+            if dtype not in part.dtypes:
+                bare = quantization.bare(name, TORCH[dtype]) if quantization and dtype in TORCH else None
+                found["dtype"].append(bare or f"{name} must be of {', '.join(part.dtypes)}, got {dtype}")
+            elif real != tuple(part.shape):
+                found["shape"].append(f"{name} has shape {list(real)}, config.json calls for {list(part.shape)}")
+            elif part.sound and not all(map(part.sound, _samples(piece, real, most_bytes // TORCH[dtype].itemsize))):
                 found["value"].append(name)
     return [
         *_listed(f"{path}: {{}} tensors are of another shape: {{}}", found["shape"]),
-        *_listed(f"{path}: {{}} tensors must be of {', '.join(DTYPES)}: {{}}", found["dtype"]),
+        *_listed(f"{path}: {{}} tensors are in another number format: {{}}", found["dtype"]),
         *_listed(f"{path}: {{}} tensors hold NaN or infinity: {{}}; the file is garbled", found["value"]),
     ]  # fmt: skip
 
@@ -160,7 +189,7 @@ def _samples(piece: Any, shape: tuple[int, ...], most: int) -> Iterator[torch.Te
     for size in shape:
         count *= size
     if count <= most:
-        yield piece[:]
+        yield piece[...]
         return
     # All axes except those that a third of the values can span are held at one index.
     third, axis, inner = max(1, most // 3), len(shape) - 1, 1
@@ -174,8 +203,8 @@ def _samples(piece: Any, shape: tuple[int, ...], most: int) -> Iterator[torch.Te
         yield piece[(*outer, slice(start, start + length))]
 
 
-def _harmless(name: str, ignored: Set[str], places: Mapping[str, Path]) -> bool:
-    if name.endswith(HARMLESS_ENDINGS) or name in ignored:
+def _harmless(name: str, ignored: Set[str], endings: tuple[str, ...], places: Mapping[str, Path]) -> bool:
+    if name.endswith(HARMLESS_ENDINGS + endings) or name in ignored:
         return True
     # A tensor that only a layer for multi-token prediction has: it joins a state with an embedding.
     return any(name.startswith(prefix) and f"{prefix}eh_proj.weight" in places for prefix in ignored)

@@ -7,20 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlframe.models import chat_template as chat_templates
-from rlframe.models.hub import read_json
+from rlframe.models import remote_code
+from rlframe.models.hub import read_config, read_json
 from rlframe.utils.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+WHOLE = JSON_FILES[0]
+"""The file that says all of a tokenizer, so that no code is needed."""
 TEMPLATE = "chat_template.jinja"
 PROBES = ("What is 37 + 48?", "a b c", "0")
 """Texts of which every vocabulary has some tokens."""
 
 
 def load(folder: Path, *, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
-    """Returns the tokenizer in `folder`. No code of the folder is run.
+    """Returns the tokenizer in `folder`. No code of the folder is run, unless it is trusted (`remote_code`).
 
     Args:
         chat_template: the template that it gets in the place of its own; see `chat_template.text_of`.
@@ -36,16 +39,34 @@ def load(folder: Path, *, chat_template: str | None = None) -> "PreTrainedTokeni
             read_json(folder / file)
     if (folder / TEMPLATE).is_file():
         _read_text(folder / TEMPLATE)
+    if not (folder / WHOLE).is_file():
+        # transformers may have a class for the model_type that would make other tokens of the same files.
+        refuse_code(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote_code.is_trusted(folder))
     # The package tokenizers raises plain Exception for every fault of a file.
     except Exception as error:
+        refuse_code(folder, cause=error)
         raise CheckpointError(
             f"{folder}: its tokenizer cannot be loaded, from {_present(folder)}: {type(error).__name__}: {error!s:.300}"
         ) from error
     if chat_template is not None:
         chat_templates.give(tokenizer, chat_template)
     return tokenizer
+
+
+def refuse_code(folder: Path, *, cause: Exception | None = None) -> None:
+    """Refuses a tokenizer that is code of its folder, unless the folder is trusted.
+
+    Raises:
+        CheckpointError: it is, and the folder is not.
+    """
+    own = remote_code.of_tokenizer(folder)
+    if own and not remote_code.is_trusted(folder):
+        raise CheckpointError(
+            f"{folder}: its tokenizer is Python code of its own, {', '.join(own)}, which does not run unasked: read "
+            f"it, and set {remote_code.KEY}=true, which is for the model that is trained"
+        ) from cause
 
 
 def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
@@ -63,13 +84,23 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 def stop_token_ids(folder: Path) -> list[int]:
     """Returns the end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
-    from transformers import AutoConfig, GenerationConfig  # noqa: PLC0415 - see load
+    from transformers import GenerationConfig  # noqa: PLC0415 - see load
 
-    stated = [AutoConfig.from_pretrained(folder).eos_token_id, load(folder).eos_token_id]
+    stated = [end_token_of_config(folder), load(folder).eos_token_id]
     if (folder / "generation_config.json").is_file():
         stated.append(GenerationConfig.from_pretrained(folder).eos_token_id)
     ids = chain.from_iterable(each if isinstance(each, list) else [each] for each in stated)
     return sorted({token for token in ids if token is not None})
+
+
+def end_token_of_config(folder: Path) -> int | list[int] | None:
+    """Returns the end-of-sequence token of the model's config, or of transformers' default for the model_type."""
+    from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415 - see load
+
+    hf = read_config(folder)
+    if hf["model_type"] not in CONFIG_MAPPING:
+        return hf.get("eos_token_id")
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False).eos_token_id
 
 
 def faults(folder: Path, *, vocab_size: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rlframe.loops.saving.manifest import claim_owner, named_checkpoints
-from rlframe.megatron.config.train import Schedule
+from rlframe.megatron.config.optimizer import Schedule
 from rlframe.run.config import RunConfig
 from rlframe.run.differences import differences
 from rlframe.utils.build import as_dict

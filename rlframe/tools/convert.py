@@ -1,7 +1,8 @@
-"""Converts weights between Hugging Face and Megatron checkpoints, and from GGUF files: `python -m rlframe.tools.convert
---help`.
+"""Converts weights between Hugging Face and Megatron checkpoints, from GGUF files and from quantised checkpoints:
+`python -m rlframe.tools.convert --help`.
 
-It runs in one process on the CPU. A GGUF file becomes a model folder in Hugging Face format. For Megatron it writes a
+It runs in one process on the CPU. A GGUF file becomes a model folder in Hugging Face format, and so does a quantised
+checkpoint, which runs also read as it is. For Megatron it writes a
 distributed checkpoint that every parallel layout can load (`checkpoint.start_from`). It reads such a checkpoint, or the
 `training` folder of a run's checkpoint. Tensors are streamed, so the whole model is never in memory, except from GGUF
 and for `--verify`, which computes with both models, one after the other, in float32.
@@ -25,11 +26,13 @@ from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_che
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.models.quantized import stated
+from rlframe.rollout.served.plain import dequantized_model, is_quantized
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import CheckpointError, ConfigError, RlframeError
 from rlframe.utils.files import whole_folder, writing
 
-TO_MEGATRON, TO_HUGGING_FACE, FROM_GGUF = "to-megatron", "to-huggingface", "from-gguf"
+TO_MEGATRON, TO_HUGGING_FACE, FROM_GGUF, DEQUANTIZE = "to-megatron", "to-huggingface", "from-gguf", "dequantize"
 GIGABYTE = 1e9
 VERIFIED_TOKENS = 64
 LIMIT_NATS = 1e-3
@@ -65,9 +68,27 @@ def convert(options: argparse.Namespace) -> None:
         file = gguf.find(options.gguf)
         with whole_folder(out) as partial, writing(partial):
             gguf.to_hugging_face(file, partial, dtype=getattr(torch, options.dtype))
+    elif options.direction == DEQUANTIZE:
+        _dequantize(options, out)
     else:
         _to_or_from_megatron(options, out)
     print(f"written to {out}", file=sys.stderr)
+
+
+def _dequantize(options: argparse.Namespace, out: Path) -> None:
+    """Writes what the weights of a quantised checkpoint stand for, all of them, also those of layers that runs do not
+    load. The model may be of any family."""
+    folder = resolve(ModelConfig(path=options.model))
+    hf = read_config(folder)
+    if stated.section(hf) is None:
+        raise CheckpointError(f"{folder} is not quantised: its config.json has no {stated.KEY}; use it as it is")
+    if faults := stated.faults(hf):
+        raise CheckpointError(f"config.json of {folder}: " + "; ".join(faults))
+    reader = CheckpointReader(folder)
+    with whole_folder(out) as partial, writing(partial):
+        tensors = ((name, reader.tensor(name)) for name in reader.names)
+        write_checkpoint(partial, tensors, max_shard_bytes=int(options.shard_gb * GIGABYTE))
+        copy_sidecars(folder, partial, dtype=stated.dtype(hf))
 
 
 def _to_or_from_megatron(options: argparse.Namespace, out: Path) -> None:
@@ -141,26 +162,34 @@ def _transformers_logprobs(folder: Path, token_ids: list[int], dtype: torch.dtyp
     array."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only verification needs it
 
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float().eval()
+    reference = (dequantized_model if is_quantized(folder) else AutoModelForCausalLM.from_pretrained)(
+        folder, dtype=dtype
+    )
+    reference = reference.float().eval()
     return torch.log_softmax(reference(torch.tensor([token_ids])).logits[0], -1).numpy()
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m rlframe.tools.convert",
-        description="Weights between Hugging Face and Megatron distributed checkpoints, and from GGUF files.",
+        description="Weights between Hugging Face and Megatron distributed checkpoints, from GGUF files and from "
+        "quantised checkpoints.",
     )
     directions = parser.add_subparsers(dest="direction", required=True)
     forth = directions.add_parser(TO_MEGATRON, help="a Hugging Face model into a distributed checkpoint")
     back = directions.add_parser(TO_HUGGING_FACE, help="a distributed checkpoint into a Hugging Face model")
     gguf_file = directions.add_parser(FROM_GGUF, help="a GGUF file into a Hugging Face model")
+    plain = directions.add_parser(DEQUANTIZE, help="a quantised Hugging Face model into one in the dtype of its config")
     gguf_file.add_argument("--gguf", required=True, help="a .gguf file, or an installed package that ships one")
     forth.add_argument("--model", required=True, help="a folder in Hugging Face format, or a hub id")
     back.add_argument("--checkpoint", required=True, help="the folder with .metadata, such as step-00000050/training")
     back.add_argument("--model", required=True, help="a model whose config and tokenizer to take: folder or hub id")
-    back.add_argument("--shard-gb", type=_positive, default=5.0, help="GB of a file at most (default %(default)s)")
-    for each in (forth, back, gguf_file):
+    plain.add_argument("--model", required=True, help="a folder in Hugging Face format, or a hub id")
+    for each in (back, plain):
+        each.add_argument("--shard-gb", type=_positive, default=5.0, help="GB of a file at most (default %(default)s)")
+    for each in (forth, back, gguf_file, plain):
         each.add_argument("--out", required=True, help="a folder that does not exist yet")
+    for each in (forth, back, gguf_file):
         each.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.BFLOAT16, help="of what is written")
     for each in (forth, back):
         each.add_argument("--verify", action="store_true", help="compare the two models' logprobs on some tokens")

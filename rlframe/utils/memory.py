@@ -2,30 +2,80 @@
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-STATUS = Path("/proc/self/status")
+import psutil
+
+PROCESSES = Path("/proc")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:
-    """Memory of a process: of its device what torch's allocator has reserved, on a CPU what is resident."""
+    """Memory of a process."""
 
-    current_bytes: int
-    peak_bytes: int
+    resident_bytes: int
+    """Host memory that is mapped and there, with what other processes map too."""
+    resident_peak_bytes: int
+    """The greatest so far."""
+    own_bytes: int
+    """Host memory that no other process has; of the processes that it has started too, where that was asked."""
+    tensor_bytes: int = 0
+    """Bytes of tensors on its GPU. 0 on a CPU. Those of its children are not known."""
+    reserved_bytes: int | None = None
+    """Bytes that torch's allocator holds on its GPU: tensors, and what it keeps for the next ones. None on a CPU."""
+    reserved_peak_bytes: int | None = None
     """The greatest so far."""
 
+    @property
+    def current_bytes(self) -> int:
+        """What its device gave it: of a GPU what is reserved, of a CPU what is resident."""
+        return self.resident_bytes if self.reserved_bytes is None else self.reserved_bytes
 
-def used() -> MemoryUse:
-    """Returns the memory of this process."""
+    @property
+    def peak_bytes(self) -> int:
+        """The greatest `current_bytes` so far."""
+        return self.resident_peak_bytes if self.reserved_peak_bytes is None else self.reserved_peak_bytes
+
+
+def used(*, with_children: bool = False) -> MemoryUse:
+    """Returns the memory of this process.
+
+    Args:
+        with_children: whether to add the own memory of the processes that it has started.
+    """
+    here = status("self")
+    own = own_bytes(here)
+    if with_children:
+        for child in psutil.Process().children(recursive=True):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                own += own_bytes(status(str(child.pid)))
+    host = {"resident_bytes": here["VmRSS"], "resident_peak_bytes": here["VmHWM"], "own_bytes": own}
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return MemoryUse(current_bytes=torch.cuda.memory_reserved(), peak_bytes=torch.cuda.max_memory_reserved())
-    # Of Linux, with sizes in KiB.
-    lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-    current, peak = (int(lines[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
-    return MemoryUse(current_bytes=current, peak_bytes=peak)
+    if torch is None or not torch.cuda.is_initialized():
+        return MemoryUse(**host)
+    return MemoryUse(
+        **host,
+        tensor_bytes=torch.cuda.memory_allocated(),
+        reserved_bytes=torch.cuda.memory_reserved(),
+        reserved_peak_bytes=torch.cuda.max_memory_reserved(),
+    )
+
+
+def own_bytes(sizes: dict[str, int]) -> int:
+    """Returns the host memory that no other process has; all of it where the kernel (gVisor) cannot tell."""
+    return sizes.get("RssAnon", sizes.get("VmRSS", 0))
+
+
+def status(process: str) -> dict[str, int]:
+    """Returns the sizes in bytes that Linux states of a process. A zombie has none.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    lines = (line.split() for line in (PROCESSES / process / "status").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[2:] == ["kB"]}
 
 
 def of_role(role: str, uses: Iterable[MemoryUse]) -> dict[str, float]:

@@ -92,6 +92,10 @@ class Held:
 class SourceRank(Protocol):
     """The driver's calls to a trainer rank."""
 
+    def warm_up(self) -> None:
+        """Compiles what a sync needs on a GPU. `connect` does without it."""
+        ...
+
     def describe(self) -> SourceInfo:
         """Returns the recording and the location of this rank."""
         ...

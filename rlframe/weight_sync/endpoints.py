@@ -54,6 +54,13 @@ class WeightSource(SourceRank):
         self._link: Link | None = None
         self._copy: HostCopy | None = None
 
+    def warm_up(self) -> None:
+        """Compiles what a sync needs on a GPU. `connect` does without it."""
+        if device_of(self._parameters).type == "cuda":
+            from rlframe.weight_sync.warm_up import compile_kernels  # noqa: PLC0415 - Triton exists only with CUDA
+
+            compile_kernels(self.layout, self._parameters)
+
     def describe(self) -> SourceInfo:
         """Returns the recording and the location of this rank."""
         return SourceInfo(layout=self.layout, **_where(device_of(self._parameters)))

@@ -221,12 +221,9 @@ def dropped_end() -> None:
 
 
 def doubled_token() -> None:
-    """The first sequence of each batch is there in the place of the last too."""
-
-    def plant(batch: Any) -> Any:
-        return batch.select([*range(batch.num_sequences - 1), 0])
-
-    in_batch(plant)
+    """The last sequence but one of each batch is there in the place of the last too."""
+    # Of the same group, whose size stays right.
+    in_batch(lambda batch: batch.select([*range(batch.num_sequences - 1), batch.num_sequences - 2]))
 
 
 def rewards_of_others() -> None:

@@ -14,6 +14,19 @@ from tests.multiprocess.program import REWARD, run
 ONE_RANK: dict[str, Any] = {"train.parallel": "d1"}
 SMALL = SETTINGS | ONE_RANK | {"prompts_per_step": 8, "self_test.steps": 3}
 BFLOAT16: dict[str, Any] = {"train.dtype": "bfloat16"}
+OTHERS: dict[str, dict[str, Any]] = {
+    "bfloat16": BFLOAT16,
+    "lora": ONE_RANK | {"train.lora.rank": 4},
+    "critic": {"algorithm": "ppo"},
+    "asynchronous": ONE_RANK
+    | {
+        "algorithm.correction.bypass": True,
+        "loop.max_policy_lag": 2,
+        "loop.pipeline_depth": 2,
+        "cluster.colocate": False,
+    },
+}
+"""Runs in which nothing is wrong either."""
 OFFLINE = {
     "mode": "self_test",
     "prompts_per_step": 8,
@@ -29,9 +42,9 @@ def test_a_right_run_passes_without_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("settings", [BFLOAT16, ONE_RANK | {"train.lora.rank": 4}], ids=["bfloat16", "lora"])
-def test_other_right_runs_pass_without_a_warning(settings: dict[str, Any], tmp_path: Path) -> None:
-    assert self_test(tmp_path / "run", CLEAN, SETTINGS | settings) == {"FAIL": [], "WARN": []}
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_right_runs_pass_without_a_warning(kind: str, tmp_path: Path) -> None:
+    assert self_test(tmp_path / "run", CLEAN, SETTINGS | OTHERS[kind]) == {"FAIL": [], "WARN": []}
 
 
 @pytest.mark.thorough

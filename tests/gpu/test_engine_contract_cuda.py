@@ -45,12 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path) -> Iterator[SglangEngine]:
     """SGLang on the GPU, its weights verified as version 3; they wait in host memory while it sleeps."""
     config = SglangConfig(
-        gpu_memory_utilization=0.2,
+        kv_cache_gb=1.0,
         sleep_level=1,
         engine_options={
             "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32],
             "disable_prefill_cuda_graph": True,
-            "max_total_tokens": 16384,
         },
     )
     running = SglangEngine(config, folder=folder, dtype=torch.bfloat16, device="cuda")

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.cluster.config import Device
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.optimizer import OptimizerConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config

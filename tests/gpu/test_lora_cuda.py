@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 from rlframe.cluster.config import Device
 from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import OptimizerConfig, Recompute, TrainConfig
+from rlframe.megatron.config.train import Recompute, TrainConfig
 from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models import adapters
 from rlframe.models.config import ModelConfig

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rlframe.cluster.config import Device
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.optimizer import OptimizerConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.distributed import run_distributed

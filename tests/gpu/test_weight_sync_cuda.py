@@ -41,15 +41,10 @@ SHAPE = {
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 GRAPHS = {
-    "vllm": (
-        "{compilation_config:{mode:0,cudagraph_mode:FULL_DECODE_ONLY,cudagraph_capture_sizes:[1,2,4,8,16]},"
-        "kv_cache_memory_bytes:1073741824}"
-    ),
-    "sglang": "{cuda_graph_bs_decode:[1,2,4,8,16],disable_prefill_cuda_graph:true,max_total_tokens:16384}",
+    "vllm": "{compilation_config:{mode:0,cudagraph_mode:FULL_DECODE_ONLY,cudagraph_capture_sizes:[1,2,4,8,16]}}",
+    "sglang": "{cuda_graph_bs_decode:[1,2,4,8,16],disable_prefill_cuda_graph:true}",
 }
 """CUDA graphs of decoding, by engine; of vLLM without Inductor, whose compile time would be most of the test's."""
-MEMORY = {"vllm": 0.05, "sglang": 0.2}
-"""Of the device; SGLang counts what the trainer has too."""
 NOISE_NATS = {"vllm": 1e-6, "sglang": 0.05}
 """Of two runs of the same weights: SGLang's batches depend on when each request arrives, and bfloat16 on the batch."""
 CASES = {
@@ -124,7 +119,7 @@ def running(
         "rollout.num_engines": 1,
         "+rollout.engine_options": GRAPHS[name],
         "+rollout.max_model_len": 256,
-        "+rollout.gpu_memory_utilization": MEMORY[name],
+        "+rollout.kv_cache_gb": 1,
         "rollout.max_tokens": 8,
     } | {f"+rollout.{key}": str(value).lower() for key, value in engine.items()} | more  # fmt: skip
     overrides = [f"rollout={name}", *(f"{key}={value}" for key, value in settings.items())]

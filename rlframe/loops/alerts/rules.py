@@ -346,16 +346,41 @@ class SlowConfig(ChangeConfig):
     """Factor between the median throughput of the steps before and that of the last steps."""
     steps: Steps = 20
     """Number of last steps."""
+    least_s: Annotated[float, Range(0, 10**6)] = 1200.0
+    """Seconds for which it must have been low: what else runs on a machine comes and goes."""
 
 
 class Slow(Change[SlowConfig]):
-    """The throughput has fallen."""
+    """The throughput has fallen, and steps take longer: shorter responses alone are no trouble."""
 
     metric = "throughput/tokens_per_s"
     advice = (
         "see which part of time/step_s has grown, rollout/engine_restarts and cluster/restarts, and whether something "
         "else runs on the machines"
     )
+
+    def __init__(self, config: SlowConfig):
+        super().__init__(config)
+        self._seconds: list[float] = []
+        self._slow_s = 0.0
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """See Alert."""
+        self._seconds.append(seconds := metrics.get("time/step_s", math.nan))
+        found = super().look(step, metrics)
+        last, earlier = self.split(self._seconds)
+        if not found or not median(last) > median(earlier):
+            self._slow_s = 0.0
+            return None
+        self._slow_s += seconds
+        return found if self._slow_s >= self.config.least_s else None
+
+    def split(self, values: list[float]) -> tuple[Sequence[float], Sequence[float]]:
+        """Returns the last values, and those before them or, while it is slow, those before it began."""
+        if not self._slow_s:
+            return super().split(values)
+        del values[self.config.earlier : max(self.config.earlier, len(values) - self.config.steps)]
+        return values[self.config.earlier :], values[: self.config.earlier]
 
     def is_far(self, last: float, earlier: float) -> bool:
         """Returns whether there are far fewer tokens a second."""

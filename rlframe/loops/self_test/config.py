@@ -18,7 +18,8 @@ class SelfTestConfig:
     """Checks of your own, as path/to/file.py:Class or package.module:Class."""
     gap_limit_nats: Annotated[float, Range(above=0, maximum=100)] | None = None
     """Mean absolute difference of the logprobs of engine and trainer, in nats, at which checks fail. A third of it
-    warns. null means 0.003 where both compute in float32, and else 0.06."""
+    warns. null means 0.003 where both compute in float32. Else it means 0.06, or more for a model that rounding moves
+    more: twice the change of its logprobs when the last bit of every weight flips, at most 0.2; half of that warns."""
     leak_limit_mb: Annotated[float, Range(above=0, maximum=10**6)] = 32.0
     """Memory, in MB (1e6 bytes) of any process, whose growth in each step fails. A step's growth counts from the third
     step on."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rlframe.loops.self_test.seen import WARNING_SHARE, Seen
+from rlframe.loops.self_test.seen import Limit, Seen
 
 
 class Verdict(StrEnum):
@@ -65,16 +65,16 @@ def found(
     return Finding(what=what, verdict=verdict, value=value, threshold=threshold, look=look, numbers=numbers or {})
 
 
-def bounded(what: str, value: float, limit: float, *, unit: str = "nats", look: str, note: str = "") -> Finding:
-    """Returns a finding about a number that fails above `limit`, or if it is NaN, and warns above a third of it."""
+def bounded(what: str, value: float, limit: Limit, *, unit: str = "nats", look: str, note: str = "") -> Finding:
+    """Returns a finding about a number that fails and warns above a limit. NaN fails."""
     return found(
         what,
         f"{value:.3g} {unit}{note}",
-        fail=not value <= limit,
-        warn=value > limit * WARNING_SHARE,
-        threshold=f"at most {limit * WARNING_SHARE:.2g}; fails above {limit:.2g}",
+        fail=not value <= limit.fails,
+        warn=value > limit.warns,
+        threshold=f"at most {limit.warns:.2g}; fails above {limit.fails:.2g}",
         look=look,
-        numbers={"value": value, "limit": limit},
+        numbers={"value": value, "limit": limit.fails},
     )
 
 

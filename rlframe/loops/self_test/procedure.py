@@ -2,12 +2,12 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from rlframe.cluster.memory import MemoryInUse, in_use
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.loops.callbacks import Callback
 from rlframe.loops.offline import OfflineLoop
@@ -19,6 +19,7 @@ from rlframe.loops.self_test.seen import (
     Nats,
     Repeats,
     Resampled,
+    Rounding,
     Seen,
     StepSeen,
     SyncSeen,
@@ -26,11 +27,13 @@ from rlframe.loops.self_test.seen import (
     gap_of,
     mean_difference,
 )
+from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams, members
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import NodeDied, RlframeError, WeightSyncFailed
+from rlframe.utils.memory import MemoryUse, used
 from rlframe.weight_sync.border import DestinationRank
 
 logger = logging.getLogger(__name__)
@@ -129,9 +132,9 @@ class Procedure(ABC, Generic[AnyLoop]):
         """Returns whether the model's head gives logprobs."""
         return self.loop.algorithm.model_outputs is None
 
-    def memory(self) -> dict[str, MemoryInUse]:
+    def memory(self) -> dict[str, MemoryUse]:
         """Returns the memory of the driver and of all processes."""
-        found = {"driver": in_use(with_children=False)}
+        found = {"driver": used()}
         for role, group in self.groups.items():
             found |= {f"{role}-{rank}": each for rank, each in enumerate(group.memory())}
         return found
@@ -174,6 +177,8 @@ class OnlineProcedure(Procedure[OnlineLoop]):
         """See Procedure."""
         # What an asynchronous run has under way must not meet other weights.
         self.loop.forget()
+        if not self.facts.float32:
+            self.seen.rounding = self._rounding()
         self._try_temperatures()
         self._sample_again()
         self.seen.sync = self._test_sync()
@@ -182,6 +187,20 @@ class OnlineProcedure(Procedure[OnlineLoop]):
         """Returns the engines' logprobs of the fixed sequences."""
         with self.loop.phase(PHASE, on=self.loop.rollout):
             return self.loop.rollout.score(self.probe.sequences)
+
+    def _rounding(self) -> Rounding | None:
+        """Returns how far the smallest change of the weights moves the trainer's logprobs. None if nothing is in the
+        loss."""
+        loop, batch = self.loop, self.seen.rollout_batch
+        assert batch is not None and self.seen.logprobs is not None
+        if not batch.loss_mask.any():
+            return None
+        with loop.phase(PHASE, on=loop.policy), flipped(loop.policy):
+            logprobs, fixed = loop.policy.logprobs(batch), self.probe.trainer_nats(loop.policy)
+        moved = (logprobs - self.seen.logprobs)[batch.loss_mask].abs()
+        return Rounding(
+            sampled_nats=float(moved.double().mean()), fixed_nats=mean_difference(fixed, self.seen.steps[-1].trainer)
+        )
 
     def _try_temperatures(self) -> None:
         """Compares the engine's logprobs with the trainer's at several temperatures."""
@@ -232,6 +251,9 @@ class OnlineProcedure(Procedure[OnlineLoop]):
             try:
                 with loop.phase(PHASE, on=loop.policy):
                     trainer = self.probe.trainer_nats(loop.policy)
+                    if not self.facts.float32:
+                        with flipped(loop.policy):
+                            sync.rounding_nats = mean_difference(self.probe.trainer_nats(loop.policy), trainer)
                 self._publish()
                 engines = self._engines()
             finally:
@@ -290,6 +312,16 @@ class OfflineProcedure(Procedure[OfflineLoop]):
 
     def experiment(self) -> None:
         """See Procedure. There are no engines to experiment with."""
+
+
+@contextmanager
+def flipped(policy: PolicyGroup) -> Iterator[None]:
+    """Flips the last bit of every weight of the policy while it is entered."""
+    policy.flip_last_bits()
+    try:
+        yield
+    finally:
+        policy.flip_last_bits()
 
 
 def twice(measure: Callable[[], Mapping[str, float]]) -> dict[str, tuple[float, float]]:

@@ -7,15 +7,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.cluster.memory import MemoryInUse
 from rlframe.loops.self_test.config import SelfTestConfig
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.rollout import Rollout
+from rlframe.utils.memory import MemoryUse
 
 Nats = list[list[float]]
 """Logprobs by sequence and token, without the first token of each sequence."""
 FLOAT32_LIMIT_NATS, ROUNDED_LIMIT_NATS = 0.003, 0.06
 """Limits of the mean difference between engine and trainer where both compute in float32, and otherwise."""
+ROUNDINGS = 2
+"""Factor by which engine and trainer may differ more than the last bit of every weight moves the logprobs. A right
+model's gap is about half that movement: 0.04 of 0.07 nats of SmolLM2-135M, whose sides agree in float32 to 7e-6."""
+HARMFUL_NATS = 0.1
+"""Mean difference that warns whatever its cause: importance ratios are then mostly noise."""
 ONE_TOKEN = 20
 """Factor by which a single token may differ more than the mean, where rounding may choose another expert."""
 UNLIKELY_TOKENS = 6
@@ -23,6 +28,19 @@ UNLIKELY_TOKENS = 6
 WARNING_SHARE = 1 / 3
 """Fraction of a limit from which on a check warns."""
 NUM_BANDS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """The numbers above which a check warns and fails."""
+
+    warns: float
+    fails: float
+
+    @classmethod
+    def of(cls, fails: float) -> "Limit":
+        """Returns the limit that warns above a third of where it fails."""
+        return cls(warns=fails * WARNING_SHARE, fails=fails)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +105,18 @@ class StepSeen:
     """The engines' logprobs of the fixed sequences, by engine."""
     gap: Gap | None = None
     """None if no token was sampled."""
-    memory: Mapping[str, MemoryInUse]
+    memory: Mapping[str, MemoryUse]
     """By process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounding:
+    """The mean change of the trainer's logprobs when the last bit of every weight flips."""
+
+    sampled_nats: float
+    """Of the tokens in the loss."""
+    fixed_nats: float
+    """Of the fixed sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +151,8 @@ class SyncSeen:
     """Mean change of the engines' logprobs when the sign of every weight changed."""
     gap_nats: float = 0.0
     """Mean difference between engines and trainer under the changed weights."""
+    rounding_nats: float = 0.0
+    """Mean change of the trainer's logprobs under the changed weights when their last bits flip too."""
     returned_nats: float = 0.0
     """Greatest change of the engines' logprobs after everything was undone."""
     disturbed: str = ""
@@ -158,6 +188,8 @@ class Seen:
     """[T] nats of the first sequences of the batch under the policy, at the temperature that the settings name."""
     gaps_by_temperature: Mapping[float, float] = field(default_factory=dict)
     """Mean difference between engine and trainer in nats, if the trainer divides the logits by this temperature."""
+    rounding: Rounding | None = None
+    """None where engine and trainer compute in float32."""
     repeats: Repeats | None = None
     resampled: Resampled | None = None
     sync: SyncSeen | None = None
@@ -170,9 +202,33 @@ class Seen:
         return FLOAT32_LIMIT_NATS if self.facts.float32 else ROUNDED_LIMIT_NATS
 
     @property
-    def limit_of_fixed_nats(self) -> float:
+    def limit_of_sampled(self) -> Limit:
+        """Limit of the mean difference of sampled tokens: higher for a model that rounding moves more, as long as that
+        does no harm."""
+        measured = self.rounding.sampled_nats if self.rounding else 0.0
+        return self._rounded(self.limit_nats, min(measured, HARMFUL_NATS))
+
+    @property
+    def limit_of_fixed(self) -> Limit:
         """Limit of the mean difference of sequences that nobody sampled."""
+        return self._rounded(self._limit_of_unlikely_nats, self.rounding.fixed_nats if self.rounding else 0.0)
+
+    @property
+    def limit_of_changed(self) -> Limit:
+        """Limit of the same under changed weights, whose logits are further apart."""
+        return self._rounded(self._limit_of_unlikely_nats, self.sync.rounding_nats if self.sync else 0.0)
+
+    @property
+    def _limit_of_unlikely_nats(self) -> float:
         return self.limit_nats if self.facts.float32 else UNLIKELY_TOKENS * self.limit_nats
+
+    def _rounded(self, least_nats: float, moved_nats: float) -> Limit:
+        """Returns a limit for a model that the last bits of its weights move by so much. A limit of the settings
+        stays."""
+        least = Limit.of(least_nats)
+        if self.settings.gap_limit_nats is not None:
+            return least
+        return Limit(warns=max(least.warns, moved_nats), fails=max(least.fails, ROUNDINGS * moved_nats))
 
     @property
     def limit_of_one_nats(self) -> float:

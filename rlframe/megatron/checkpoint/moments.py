@@ -1,4 +1,5 @@
-"""Adam's moments and main weights, each rank's own ranges of each parameter, as rectangles of the whole tensors.
+"""Adam's moments, Muon's momentum and main weights, each rank's own ranges of each parameter, as rectangles of the
+whole tensors.
 
 The only file that depends on the internals of Megatron's optimizers. Their public functions for this state gather it
 first, on every data-parallel rank (`fully_reshardable`), or write it in a form that only the same layout can read
@@ -15,8 +16,14 @@ from torch import Tensor
 
 from rlframe.megatron.checkpoint.pieces import pieces_by_parameter
 
-SAVED_AS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""Names of the optimizer's tensors in Megatron's checkpoints, by their names in DistributedOptimizer."""
+SAVED_AS = {
+    "param": "fp32_param",
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum_buffer",
+}
+"""Names of the optimizer's tensors in Megatron's checkpoints, by their names in DistributedOptimizer. Muon's matrices
+have a momentum, all other parameters Adam's moments."""
 PartState = tuple[Tensor, dict[str, Tensor], list[ShardedTensor]]
 """A parameter, the optimizer's tensors of it, and rectangles of the whole tensors, which are views of them."""
 
@@ -38,8 +45,15 @@ def owned(part: Any) -> Iterator[tuple[Tensor, slice, Any]]:
 
 
 def tensors_of(part: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """Returns this rank's main weights `param` and moments `exp_avg` and `exp_avg_sq` of a parameter."""
+    """Returns this rank's main weights `param` of a parameter, and moments `exp_avg` and `exp_avg_sq`, or
+    `momentum_buffer`."""
     return part._get_main_param_and_optimizer_states(parameter)
+
+
+def main_weights(part: Any, parameter: Tensor) -> Tensor:
+    """Returns this rank's main weights of a parameter: a key of the optimizer's state."""
+    group, place = part.model_param_group_index_map[parameter]
+    return part.optimizer.param_groups[group]["params"][place]
 
 
 def part_state(part: Any, weights: dict[str, Any]) -> Iterator[PartState]:
@@ -52,6 +66,7 @@ def part_state(part: Any, weights: dict[str, Any]) -> Iterator[PartState]:
             rectangle
             for piece in pieces[parameter]
             for name, key in SAVED_AS.items()
+            if name in tensors
             for rectangle in rectangles_of(piece, parameter, start, tensors[name], key)
         ]
         yield parameter, tensors, rectangles
@@ -119,14 +134,31 @@ def cut(begin: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int
         begin += rows * width
 
 
+def use_torch(part: Any, *, betas: tuple[float, float], eps: float) -> None:
+    """Makes an optimizer that has not taken a step torch's AdamW, with the groups that it has. Transformer Engine's
+    knows no state but its own."""
+    if not isinstance(part.optimizer, torch.optim.Adam):
+        part.optimizer = torch.optim.AdamW(part.optimizer.param_groups, betas=betas, eps=eps)
+
+
+def has_moments(part: Any) -> bool:
+    """Returns whether an optimizer has the state of every parameter, as after a step."""
+    state = part.optimizer.state
+    if isinstance(part.optimizer, torch.optim.Adam):
+        return all(parameter in state for group in part.optimizer.param_groups for parameter in group["params"])
+    return bool(state)
+
+
 def allocate_moments(part: Any) -> None:
-    """Allocates moments in an optimizer that has not taken a step."""
+    """Allocates moments in an optimizer that has not taken a step. Muon's momentum exists from the start."""
     if not isinstance(part.optimizer, torch.optim.Adam):
         part.load_state_dict(part.state_dict())
         return
     # Without Transformer Engine it is torch's, which Megatron 0.16 cannot prepare.
     for group in part.optimizer.param_groups:
         for parameter in group["params"]:
+            if "momentum_buffer" in part.optimizer.state.get(parameter, ()):
+                continue
             zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             part.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
 
@@ -135,7 +167,7 @@ def step_counts(optimizer: MegatronOptimizer) -> Iterator[float]:
     """Yields Adam's number of steps, in each of its states; see `set_step_count`."""
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):
-            yield from {float(state["step"]) for state in part.optimizer.state.values()}
+            yield from {float(state["step"]) for state in part.optimizer.state.values() if "step" in state}
         else:
             yield from {float(group.get("step", 0)) for group in part.optimizer.param_groups}
 
@@ -144,7 +176,8 @@ def set_step_count(optimizer: torch.optim.Optimizer, count: int) -> None:
     """Sets Adam's number of steps: torch counts per parameter, Transformer Engine per group."""
     if isinstance(optimizer, torch.optim.Adam):
         for state in optimizer.state.values():
-            state["step"] = torch.tensor(float(count))
+            if "step" in state:
+                state["step"] = torch.tensor(float(count))
     else:
         for group in optimizer.param_groups:
             group["step"] = count

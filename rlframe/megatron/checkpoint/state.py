@@ -1,8 +1,10 @@
 """Saving and loading the training state with Megatron's distributed checkpoints, in a form that any layout can load.
 
-It holds weights, Adam's moments and main weights, and a reference that follows the policy. Random state is not part of
+It holds weights, the optimizer's moments and main weights, a reference that follows the policy, and the gradient norms
+by which steps are skipped. Random state is not part of
 it: nothing in training draws random numbers (dropout is 0), and sampling draws from counters, not generators. Nor are
-Adam's step count and the learning rate: both follow from the number of optimizer steps, which the run's state has.
+Adam's step count and the learning rate: both follow from the number of optimizer steps, which the run's state has, and
+of those that were skipped.
 
 Saving is three calls: `stage` on all ranks at once, which plans and may copy the state to host memory; `write` on each
 by itself, from any thread; and `files.seal` on rank 0 with what the others wrote. Megatron 0.16's own way forks helper
@@ -28,7 +30,6 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -37,6 +38,7 @@ from rlframe.megatron.checkpoint.files import Staged, Written, seal
 from rlframe.megatron.checkpoint.moments import (
     allocate_moments,
     give_back,
+    has_moments,
     part_state,
     parts,
     set_step_count,
@@ -48,6 +50,7 @@ from rlframe.megatron.memory.reference import ReferenceWeights
 from rlframe.megatron.model.heads import NoEntry
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.proof import replicas
+from rlframe.megatron.worker.optimizer import Optimizer
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files import write_whole, writing
@@ -60,7 +63,7 @@ ROOM_BYTES = 1 << 16
 
 def stage(
     model: Model,
-    optimizer: MegatronOptimizer | None,
+    optimizer: Optimizer | None,
     folder: Path,
     *,
     copy: bool,
@@ -81,12 +84,14 @@ def stage(
     if optimizer is not None:
         for part in parts(optimizer):
             # A policy whose critic warms up has not taken a step.
-            if not part.optimizer.state:
+            if not has_moments(part):
                 allocate_moments(part)
         state["optimizer"] = [
             [rectangle for _, _, rectangles in part_state(part, weights) for rectangle in rectangles]
             for part in parts(optimizer)
         ]
+        if optimizer.outliers:
+            state["outliers"] = optimizer.outliers.state()
     if reference is not None:
         state |= reference_by_chunk(model, reference)
     replicas.require_equal(state, step_counts(optimizer) if optimizer is not None else ())
@@ -105,7 +110,7 @@ def complete(staged: Staged, written: list[Written]) -> None:
 @torch.no_grad()
 def load(
     model: Model,
-    optimizer: MegatronOptimizer,
+    optimizer: Optimizer,
     folder: Path,
     *,
     num_optimizer_steps: int,
@@ -126,7 +131,12 @@ def load(
         allocate_moments(part)
         states.append(list(part_state(part, weights)))
     rectangles = [[rectangle for *_, own in state for rectangle in own] for state in states]
-    put(model, read({**weights, "optimizer": rectangles}, folder))
+    outliers = {"outliers": optimizer.outliers.state()} if optimizer.outliers else {}
+    loaded = read({**weights, "optimizer": rectangles, **outliers}, folder)
+    put(model, loaded)
+    if optimizer.outliers:
+        optimizer.outliers.load(loaded["outliers"])
+        num_optimizer_steps -= optimizer.outliers.skipped
     for part, state in zip(parts(optimizer), states, strict=True):
         give_back(part, state)
         set_step_count(part.optimizer, num_optimizer_steps)
@@ -134,7 +144,7 @@ def load(
         load_reference(model, reference, folder)
 
 
-def load_weights(model: Model, optimizer: MegatronOptimizer, folder: Path) -> None:
+def load_weights(model: Model, optimizer: Optimizer, folder: Path) -> None:
     """Reads weights only, from a checkpoint with or without moments. The main weights become the same. A head that the
     checkpoint of a language model lacks is unchanged.
 

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.options import CommunicationConfig, Fp8Config, MoeConfig, Recompute, RecomputeConfig
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import TrainConfig
 
 
 def forward_only(train: TrainConfig, layout: Parallel) -> TrainConfig:

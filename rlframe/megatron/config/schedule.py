@@ -2,7 +2,7 @@
 
 import math
 
-from rlframe.megatron.config.train import OptimizerConfig, Schedule
+from rlframe.megatron.config.optimizer import OptimizerConfig, Schedule
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

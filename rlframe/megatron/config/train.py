@@ -6,13 +6,13 @@ from enum import StrEnum
 from typing import Annotated
 
 from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.optimizer import OptimizerConfig, OptimizerName
 from rlframe.megatron.config.options import (
     CommunicationConfig,
     Fp8Config,
     Fp8Recipe,
     KernelConfig,
     MoeConfig,
-    MomentDtype,
     Recompute,
     RecomputeConfig,
 )
@@ -21,65 +21,6 @@ from rlframe.models.config import ModelConfig
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.build import FormerName
 from rlframe.utils.errors import SettingError
-
-
-class Schedule(StrEnum):
-    """Courses of the learning rate after warm-up."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE = "cosine"
-    WSD = "wsd"
-    """Warm-up, stable, decay: constant, then linear decay over the last `decay_fraction` of the steps."""
-
-
-@dataclass(kw_only=True, slots=True)
-class OptimizerConfig:
-    """Settings of AdamW and its learning rate."""
-
-    lr: Annotated[float, Range(above=0, maximum=10)] = 1e-6
-    """Peak learning rate."""
-    min_lr: Annotated[float, Range(0, 10)] = 0.0
-    """Final learning rate of linear, cosine and wsd."""
-    schedule: Schedule = Schedule.CONSTANT
-    """Course of the learning rate after warm-up."""
-    warmup_steps: Annotated[int, Range(0, 10**9)] = 0
-    """Number of optimizer steps of the linear rise from 0 to lr."""
-    decay_steps: Annotated[int, Range(1, 10**9, note="null: the whole run")] | None = None
-    """Optimizer step at which min_lr is reached. null means the whole run."""
-    decay_fraction: Annotated[float, Range(above=0, maximum=1)] = 0.1
-    """For wsd: fraction of the run in which the rate decays."""
-    beta1: Annotated[float, Range(0, below=1)] = 0.9
-    """Adam's decay of the first moment."""
-    beta2: Annotated[float, Range(0, below=1)] = 0.999
-    """Adam's decay of the second moment."""
-    eps: Annotated[float, Range(above=0, maximum=1)] = 1e-8
-    """Adam's epsilon."""
-    weight_decay: Annotated[float, Range(0, 10)] = 0.0
-    """Decoupled weight decay. Norms and biases are exempt."""
-    clip_grad: Annotated[float, Range(0, 10**9, note="0 turns clipping off")] = 1.0
-    """Bound to which the global gradient norm is clipped. 0 turns clipping off."""
-    cpu_offload_fraction: Annotated[float, Range(0, 1)] = 0.0
-    """Fraction of the parameters whose main weights and moments live in host memory and are updated by the CPU
-    (CUDA)."""
-    precision_aware: bool = False
-    """Whether main weights are kept as the 16 bits that bfloat16 parameters lack (CUDA): exact, with 2 bytes less per
-    parameter."""
-    moment_dtype: MomentDtype = MomentDtype.FLOAT32
-    """Number format of Adam's moments. bfloat16 needs precision_aware."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-        if self.min_lr > self.lr:
-            raise SettingError("min_lr", f"must be at most lr={self.lr}", got=self.min_lr)
-        if self.moment_dtype is not MomentDtype.FLOAT32 and not self.precision_aware:
-            raise SettingError("moment_dtype", "needs precision_aware=true", got=self.moment_dtype, stated=True)
-        if self.precision_aware and self.cpu_offload_fraction:
-            raise SettingError(
-                "precision_aware",
-                "must be false with cpu_offload_fraction above 0",
-                why="main weights updated by the CPU are float32",
-            )
 
 
 class Dtype(StrEnum):
@@ -123,7 +64,7 @@ class TrainConfig:
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Mixture-of-experts layers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
     lora: LoraConfig | None = None
     """Low-rank adapters, trained next to frozen weights. null trains the weights themselves."""
     norms_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 0
@@ -151,6 +92,7 @@ class TrainConfig:
         check_bounds(self)
         self._check_recompute()
         self._check_dtype()
+        self._check_lora()
         self._check_communication()
 
     def _check_dtype(self) -> None:
@@ -162,6 +104,15 @@ class TrainConfig:
         for key, wanted in needing.items():
             if wanted and self.dtype != Dtype.BFLOAT16:
                 raise SettingError(key, "needs dtype=bfloat16", got=f"dtype={self.dtype}")
+
+    def _check_lora(self) -> None:
+        if self.lora is not None and self.optimizer.name == OptimizerName.MUON:
+            raise SettingError(
+                "optimizer.name",
+                "must be adamw with lora",
+                got="muon",
+                why="Muon orthogonalises the update of a weight, of which A and B are factors",
+            )
 
     def _check_communication(self) -> None:
         parallel = Parallel.parse(self.parallel)

@@ -138,6 +138,11 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         training must not go on in between."""
         self.workers.wait(self.workers.ask_all(TrainerRank.negate), doing="change of signs")
 
+    def flip_last_bits(self) -> None:
+        """Flips the last bit of every weight, the smallest change that its number format has. A second call undoes it
+        bit for bit. It measures how far rounding moves the outputs: training must not go on in between."""
+        self.workers.wait(self.workers.ask_all(TrainerRank.flip_last_bits), doing="flip of last bits")
+
     def train(self, batch: Sequences) -> TrainResult:
         """Takes all optimizer steps of one batch: `epochs_per_batch` passes over `num_minibatches` equal parts of whole
         groups."""
@@ -278,6 +283,11 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         """Makes a call on each rank's end of the weight sync of that name."""
         asked = [self.workers.ask(rank, TrainerRank.weights, call, channel) for rank, call in enumerate(calls)]
         return self.workers.wait(asked, doing=f"weight sync ({calls[0]})")
+
+    def warm_up_sync(self) -> None:
+        """Has every rank compile what its first weight sync needs, and does not wait for it. What fails here fails
+        again, and is told, when the sync connects."""
+        self.workers.ask_all(TrainerRank.weights, RankCall.of(SourceRank.warm_up), "")
 
     def channel(self, name: str) -> SourceGroup:
         """Returns the source of a further weight sync, which connects to other engines by another plan."""

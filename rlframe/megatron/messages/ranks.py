@@ -98,6 +98,10 @@ class TrainerRank(ScoringRank, Protocol):
         """Changes the sign of every weight. A second call undoes it bit for bit."""
         ...
 
+    def flip_last_bits(self) -> None:
+        """Flips the last bit of every weight. A second call undoes it bit for bit."""
+        ...
+
     def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> Trained:
         """Takes one optimizer step per entry of `shares`.
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from rlframe.megatron.checkpoint import moments
 from rlframe.megatron.model.model import Model, named_parameters
+from rlframe.megatron.worker.optimizer import Optimizer
 
 PARTS = {
     "router": re.compile(r"\.router\."),
@@ -45,7 +45,7 @@ PIECE = 1 << 24
 class Norms:
     """Measures an optimizer step. Must be used on all ranks together: `gradient` before the step, `update` after it."""
 
-    def __init__(self, model: Model, optimizer: MegatronOptimizer):
+    def __init__(self, model: Model, optimizer: Optimizer):
         self._parts = {parameter: part_of(name) for name, parameter in named_parameters(model.chunks).items()}
         self._optimizer = optimizer
 
@@ -70,15 +70,22 @@ class Norms:
 
         Adam's moments say what it was, so that nobody keeps the weights before the step: with rate l, decay d and the
         direction u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) it went from w' to w = w' - l (d w' + u), and
-        w - w' = -l (d w + u) / (1 - l d). (Loshchilov and Hutter 2017, arXiv 1711.05101, algorithm 2.)
+        w - w' = -l (d w + u) / (1 - l d). (Loshchilov and Hutter 2017, arXiv 1711.05101, algorithm 2.) Muon measures
+        its own steps.
 
         Args:
-            num_steps: number t of steps that Adam has taken, this one included.
+            num_steps: number t of steps that the optimizer has taken, this one included.
         """
         changes: dict[str, list[Tensor]] = {part: [] for part in PARTS}
         weights: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+        by_muon = self._optimizer.muon.squares if self._optimizer.muon else {}
         for name, part, parameter, _, group in self._counted():
-            for tensors in pieces(moments.tensors_of(part, parameter)):
+            own = moments.tensors_of(part, parameter)
+            if own["param"] in by_muon:
+                changes[name].append(by_muon[own["param"]])
+                weights[name].append(own["param"].square().sum())
+                continue
+            for tensors in pieces(own):
                 # On the parameter's device, wherever the optimizer keeps its state: nothing waits here.
                 change = change_of(tensors, group, num_steps=num_steps).square().sum()
                 changes[name].append(change.to(parameter.device))

@@ -23,14 +23,16 @@ class SleepingMemory:
     """
 
     def __init__(self, model: Model, optimizer: MegatronOptimizer):
-        """Reserves host memory for main weights and two moments, pinned and touched, so that no sleep waits for it."""
+        """Reserves host memory for main weights and moments, pinned and touched, so that no sleep waits for it."""
         self.model, self.optimizer = model, optimizer
         self.device = next(iter(model.parameters.values())).device
         self._asleep: list[tuple[UntypedStorage, int]] | None = None
         self._gradients: list[tuple[UntypedStorage, int]] = []
         self._chunks: list[Tensor] = []
-        # Main weights exist already; Adam creates its moments, at most float32, at the first step.
-        shards = [parameter for part in parts(optimizer) for parameter in parameters_of(part)]
+        # Main weights and Muon's momentum exist; Adam creates its two moments, at most float32, at the first step.
+        shards = [
+            parameter for part in parts(optimizer) for parameter in parameters_of(part) if not part.state.get(parameter)
+        ]
         elements = sum(parameter.numel() for parameter in shards if parameter.device == self.device)
         self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * 4 * elements)
 

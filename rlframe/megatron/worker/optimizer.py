@@ -1,21 +1,55 @@
-"""The distributed optimizer: AdamW with float32 main weights, sharded over data-parallel ranks."""
+"""The distributed optimizer: AdamW, or Muon beside it, with float32 main weights, sharded over data-parallel ranks."""
+
+import math
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
+from rlframe.megatron.checkpoint import moments
+from rlframe.megatron.config.optimizer import OptimizerConfig, OptimizerName
 from rlframe.megatron.config.schedule import learning_rate
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.model.training_fields import optimizer_fields
+from rlframe.megatron.muon.muon import Muon
+from rlframe.megatron.worker.outliers import Outliers
 from rlframe.utils.errors import RlframeError
 
 
-def build(model: Model, train: TrainConfig) -> MegatronOptimizer:
-    """Returns AdamW over this rank's share of the parameters. Must be called after the weights are loaded, because it
-    copies them."""
+class Optimizer(ChainedOptimizer):
+    """Megatron's optimizers of one rank, with Muon for matrices, and without the steps that are outliers."""
+
+    muon: Muon | None = None
+    outliers: Outliers | None = None
+    measured = False
+    """Whether the next step measures what it changes; see `Norms`."""
+    skipped = False
+    """Whether the last step was skipped."""
+
+    def get_grad_norm(self) -> float:
+        """Returns the gradient norm before clipping, on which `step_with_ready_grads` decides."""
+        self.norm = float(super().get_grad_norm())
+        return self.norm
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Updates weights with clipped gradients. Returns whether that was possible."""
+        if not math.isfinite(self.norm):
+            return False
+        self.skipped = self.outliers is not None and self.outliers.skips(self.norm)
+        if self.skipped:
+            return True
+        if self.muon:
+            self.muon.step(measured=self.measured)
+        return super().step_with_ready_grads()
+
+
+def build(model: Model, train: TrainConfig) -> Optimizer:
+    """Returns the optimizer of this rank's share of the parameters. Must be called after the weights are loaded,
+    because it copies them."""
     config = train.optimizer
-    return get_megatron_optimizer(
+    chain = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -32,12 +66,23 @@ def build(model: Model, train: TrainConfig) -> MegatronOptimizer:
         ),
         model.chunks,
     )
+    optimizer = Optimizer(chain.chained_optimizers)
+    if config.name == OptimizerName.MUON:
+        for part in moments.parts(optimizer):
+            moments.use_torch(part, betas=(config.beta1, config.beta2), eps=config.eps)
+        optimizer.muon = Muon(model, optimizer, config.muon)
+    if config.skips:
+        optimizer.outliers = Outliers(config)
+    return optimizer
 
 
 def step(
-    optimizer: MegatronOptimizer, config: OptimizerConfig, *, step_index: int, total_steps: int
+    optimizer: Optimizer, config: OptimizerConfig, *, step_index: int, total_steps: int, measured: bool = False
 ) -> dict[str, float]:
     """Clips gradients, updates, and distributes the new weights. Returns `train/lr` and `train/grad_norm`.
+
+    Args:
+        measured: whether `Norms.update` will follow.
 
     Raises:
         RlframeError: the gradient norm is not finite; the weights are unchanged.
@@ -48,6 +93,7 @@ def step(
         # Megatron-Core marks norms and biases with a factor of 0, but only its scheduler
         # (OptimizerParamScheduler.step), which rlframe does not use, applies the factor.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    optimizer.measured = measured
     updated, grad_norm, _ = optimizer.step()
     if not updated or not torch.isfinite(torch.as_tensor(grad_norm)):
         raise RlframeError(

@@ -34,10 +34,13 @@ from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
-from rlframe.types.results import Mean, Metric, UpdateResult, merge
+from rlframe.types.results import Mean, Metric, Peak, UpdateResult, merge
 from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor
 from rlframe.weight_sync.proof.digest import digest
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers that have the bits of a number, by its bytes."""
 
 
 class Trainer:
@@ -200,10 +203,21 @@ class Trainer:
     def negate(self) -> None:
         """Changes the sign of every weight of this rank. A second call undoes it bit for bit. Whoever computes with
         some of the weights of before gets other outputs."""
-        # A tied weight has two names.
-        for value in {value.data_ptr(): value for value in self.model.parameters.values()}.values():
+        for value in self._weights_once():
             value.neg_()
         self._weights_changed()
+
+    @torch.no_grad()
+    def flip_last_bits(self) -> None:
+        """Flips the last bit of every weight of this rank: the smallest change that its number format has. A second
+        call undoes it bit for bit. Outputs change by about as much as rounding changes them."""
+        for value in self._weights_once():
+            value.view(INTEGERS[value.element_size()]).bitwise_xor_(1)
+        self._weights_changed()
+
+    def _weights_once(self) -> list[Tensor]:
+        """Returns each weight once: a tied one has two names."""
+        return list({value.data_ptr(): value for value in self.model.parameters.values()}.values())
 
     def train(self, steps: list[list[Microbatch]], algorithm: Algorithm, *, first_step: int) -> list[UpdateResult]:
         """Takes one optimizer step per entry of `steps`. Returns their results.
@@ -233,9 +247,14 @@ class Trainer:
                 train.optimizer,
                 step_index=first_step + index,
                 total_steps=self.setup.total_optimizer_steps,
+                measured=measured,
             )
-            norms |= self.norms.update(num_steps=first_step + index + 1) if measured else {}
+            skipping = self.optimizer.outliers
+            if measured and not self.optimizer.skipped:
+                num_steps = first_step + index + 1 - (skipping.skipped if skipping else 0)
+                norms |= self.norms.update(num_steps=num_steps)
             metrics = {key: Mean(value, 1.0) for key, value in (updated | norms).items()} | self.expert_load.take()
+            metrics |= {"train/skipped_steps": Peak(skipping.skipped)} if skipping else {}
             metrics |= self.model.replay.take() if self.model.replay else {}
             metrics = merge(each.metrics for each in passes) | metrics
             kept = [each.kept_logprobs for each in passes] if self.coordinates.reports else []

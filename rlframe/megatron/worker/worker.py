@@ -110,6 +110,10 @@ class MegatronWorker(MegatronRank, TrainerRank):
         """See Trainer.negate."""
         self.trainer.negate()
 
+    def flip_last_bits(self) -> None:
+        """See Trainer.flip_last_bits."""
+        self.trainer.flip_last_bits()
+
     def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> Trained:
         """See Trainer.train."""
         steps = self.trainer.train([share.microbatches() for share in shares], algorithm, first_step=first_step)

@@ -12,6 +12,7 @@ from rlframe.models.families._attention import GroupedAttention
 from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, under
 from rlframe.models.families._mlp import Experts, Mlp
 from rlframe.models.families.base import Architecture, Family, Shard, faults_to_error
+from rlframe.models.quantized import stated
 
 NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 """Megatron's and Hugging Face's names of the two norms of a layer."""
@@ -89,9 +90,7 @@ class Decoder(Family):
         faults += [f"{key} is true, which is not supported" for key in refused if hf.get(key)]
         if hf.get("hidden_act", "silu") != "silu":
             faults.append(f"hidden_act must be silu, got {hf['hidden_act']!r}")
-        if hf.get("quantization_config"):
-            faults.append("quantization_config is set: convert the checkpoint to bfloat16 first")
-        return faults
+        return faults + stated.faults(hf)
 
     def parts(self, a: Architecture, layer: int) -> tuple[LayerSpec, LayerSpec]:
         """Returns the attention of layer number `layer`, and its MLP or experts."""

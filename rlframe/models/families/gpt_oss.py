@@ -1,4 +1,4 @@
-"""GPT-OSS 20B and 120B, as transformers stores them in bfloat16 (the hub's MXFP4 must be converted first)."""
+"""GPT-OSS 20B and 120B, as transformers stores them in bfloat16, or on the hub in MXFP4."""
 
 from collections.abc import Mapping
 from typing import Any

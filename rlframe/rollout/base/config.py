@@ -142,6 +142,17 @@ class RolloutConfig:
         return 1
 
     @property
+    def sleeps(self) -> bool:
+        """Returns whether the engine frees memory for other roles on its devices."""
+        return True
+
+    @property
+    def measures_memory(self) -> bool:
+        """Returns whether the engine measures the free memory of its devices when it starts, so that nothing else may
+        take or free any meanwhile."""
+        return False
+
+    @property
     def sequence_tokens(self) -> int | None:
         """Greatest number of tokens of a sequence, prompt and response. None means the model's positions."""
         return None

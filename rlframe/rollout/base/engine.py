@@ -1,7 +1,7 @@
 """The abstract class of rollout engines. vLLM, SGLang and transformers differ only behind its methods."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -42,6 +42,13 @@ class RolloutEngine(ABC):
     profiles_itself: ClassVar[bool] = False
     """Whether the engine has a profiler of its own, because it computes in other processes: `begin_profile`."""
 
+    @classmethod  # noqa: B027 - most engines need nothing
+    def prepare(cls, config: Any, *, folder: Path, device: str) -> None:  # noqa: ARG003 - for subclasses
+        """Does what the next engine of this process needs and what takes no memory of a device, such as imports.
+
+        Subclasses override it if that takes seconds.
+        """
+
     @abstractmethod
     def __init__(
         self,
@@ -76,6 +83,11 @@ class RolloutEngine(ABC):
             ValueError: a prompt is empty, prompt and response exceed the model's positions, or a running request has
                 the same name.
         """
+
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+        """Yields the completions of `generate` as responses end, each with the index of its request. Those that end
+        together come together."""
+        yield list(enumerate(self.generate(requests)))
 
     @abstractmethod
     def score(self, sequences: list[ModelInput]) -> list[list[float]]:

@@ -83,6 +83,8 @@ class RolloutGroup(DestinationGroup):
             call_timeout_s=call_timeout_s,
             threads_of={GENERATE: self.max_calls, SIGNALS: 1},
         )
+        # While other models start. What fails here fails again, and is told, in `start`.
+        self.workers.ask_all(EngineWorker.prepare, setup)
 
     def begin(self) -> None:
         """Has the engines build themselves and load their weights, which `start` waits for. Others can start at the

@@ -5,7 +5,8 @@ Imports no torch: a process that has a handle of the actor, such as the runner's
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -92,12 +93,20 @@ class ScoringWorker(Protocol):
 class EngineWorker(ScoringWorker, Protocol):
     """The calls of an engine's actor that the fleet uses."""
 
+    def prepare(self, setup: RolloutSetup) -> None:
+        """See RolloutEngine.prepare. `start` does without it."""
+        ...
+
     def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
         """Builds the engine and loads its weights. Returns pid and creation time of each process it started."""
         ...
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """See RolloutEngine.generate."""
+        ...
+
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+        """See RolloutEngine.generate_each. Ray streams what it yields."""
         ...
 
     def receive(self, version: int) -> "list[Received]":
@@ -143,6 +152,13 @@ class RolloutWorker(Worker, EngineWorker):
 
     engine: "RolloutEngine"
 
+    def prepare(self, setup: RolloutSetup) -> None:
+        """See RolloutEngine.prepare. `start` does without it."""
+        from rlframe.models.hub import resolve
+
+        engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
+        engine_class.prepare(setup.rollout, folder=resolve(setup.model), device=setup.device.value)
+
     def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
         """Builds the engine and loads its weights. Returns pid and creation time of each process it started."""
         import torch  # not at the head: see there
@@ -180,10 +196,22 @@ class RolloutWorker(Worker, EngineWorker):
     @ray.method(concurrency_group=GENERATE)
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """See RolloutEngine.generate."""
+        with self._counted():
+            return self.engine.generate(requests)
+
+    @ray.method(concurrency_group=GENERATE, num_returns="streaming")
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+        """See EngineWorker."""
+        with self._counted():
+            yield from self.engine.generate_each(requests)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts a call that samples as running inside the `with`."""
         with self._lock:
             self._num_running += 1
         try:
-            return self.engine.generate(requests)
+            yield
         finally:
             with self._lock:
                 self._num_running -= 1

@@ -1,7 +1,7 @@
 """ServedConfig: the settings common to engines that run in processes of their own."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 from rlframe.models.families.base import Architecture
@@ -28,7 +28,10 @@ class ServedConfig(RolloutConfig):
     gpu_memory_utilization: Annotated[float, Range(above=0, maximum=1)] = 0.5
     """Fraction of the device's memory for weights and key-value cache (with vLLM also activations; SGLang calls it
     mem_fraction_static). It must be free when the engine starts, which is after the policy. An engine with devices of
-    its own can use 0.9 with vLLM and 0.85 with SGLang. No effect on CPU."""
+    its own can use 0.9 with vLLM and 0.85 with SGLang. No effect on CPU, and with kv_cache_gb."""
+    kv_cache_gb: Annotated[float, Range(above=0, maximum=100_000)] | None = None
+    """Size of the key-value cache on each device, in GB. null: what gpu_memory_utilization leaves, on a CPU 1.07. With
+    a size the engine measures no memory: it starts while the policy does, and other runs may use the device."""
     max_model_len: Annotated[int, Range(2, 1 << 24)] | None = None
     """Greatest number of tokens of a sequence, prompt and response. null means the model's positions. A lower limit may
     save cache memory."""
@@ -37,10 +40,11 @@ class ServedConfig(RolloutConfig):
     enforce_eager: bool = False
     """Whether to run without compilation and CUDA graphs: starts faster, decodes slower. No effect with SGLang on a
     CPU."""
-    sleep_level: Annotated[int, Range(1, 2)] = 2
-    """Memory that sleeping frees besides the key-value cache. 2: the weights are dropped, because the next weight sync
-    brings new ones. 1: the weights move to host memory, which takes as much host memory and a copy in both directions;
-    the engine is then usable without a sync. No effect on CPU."""
+    sleep_level: Annotated[int, Range(0, 2)] = 2
+    """What engines free while the policy works on their devices. 2: the key-value cache and the weights, because the
+    next weight sync brings new ones. 1: the cache, and the weights move to host memory, which takes as much host memory
+    and a copy in both directions; the engine is then usable without a sync. 0: nothing, which is the fastest where
+    the device has memory for both. No effect on CPU."""
     enable_prefix_caching: bool = True
     """Whether equal prompt beginnings, such as those of a group, share their keys and values."""
     engine_options: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +55,14 @@ class ServedConfig(RolloutConfig):
         RolloutConfig.__post_init__(self)
         if self.expert_parallel and self.tp == 1:
             raise SettingError("expert_parallel", "needs tp above 1 (it splits the experts over the tp devices)")
+        default = next(each.default for each in fields(self) if each.name == "gpu_memory_utilization")
+        if self.kv_cache_gb is not None and self.gpu_memory_utilization != default:
+            raise SettingError(
+                "kv_cache_gb",
+                "and gpu_memory_utilization both decide the size of the cache",
+                got=self.kv_cache_gb,
+                hint="choose one (~rollout.gpu_memory_utilization removes that of a recipe)",
+            )
         if own := sorted(self.own_options & self.engine_options.keys()):
             raise SettingError("engine_options", f"must not hold {own[0]}", why="another setting of rollout sets it")
 
@@ -58,6 +70,21 @@ class ServedConfig(RolloutConfig):
     def devices_per_engine(self) -> int:
         """Number of devices of one engine, all on one node."""
         return self.tp
+
+    @property
+    def sleeps(self) -> bool:
+        """See RolloutConfig."""
+        return self.sleep_level > 0
+
+    @property
+    def measures_memory(self) -> bool:
+        """See RolloutConfig."""
+        return self.kv_cache_gb is None
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Bytes of the key-value cache on each device. None means what gpu_memory_utilization leaves."""
+        return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 1e9)
 
     @property
     def sequence_tokens(self) -> int | None:

@@ -7,15 +7,18 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar, TypeVar
 
+from rlframe.models import tokenizer
 from rlframe.rollout.base.config import CacheAfterSync
 from rlframe.rollout.base.engine import RolloutEngine, check_names
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.served.pending import PendingRequest, stop_tokens
 from rlframe.types.input import ModelInput
-from rlframe.types.rollout import GenerationRequest
+from rlframe.types.rollout import Completion, GenerationRequest
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -31,12 +34,10 @@ class ServedEngine(RolloutEngine):
 
     def __init__(self, config: Any, *, folder: Path, cuda: bool):
         """Reads the tokenizer; the subclass starts the processes."""
-        from transformers import AutoTokenizer
-
         self.config = config
         self.folder = folder
         self.gate = VersionGate()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = tokenizer.load(folder)
         self.stop_tokens = stop_tokens(folder, self.tokenizer)
         self._cuda = cuda
         self._names = itertools.count()
@@ -52,6 +53,14 @@ class ServedEngine(RolloutEngine):
         self._broken = False
         """True if a reload was interrupted, which leaves the model between two versions."""
         self._closed = False
+
+    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        found = dict(itertools.chain.from_iterable(self.generate_each(requests)))
+        return [found[index] for index in range(len(requests))]
+
+    @abstractmethod
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+        """See RolloutEngine."""
 
     @contextmanager
     def _admitted(self, requests: list[GenerationRequest]) -> Iterator[list[PendingRequest]]:
@@ -177,3 +186,12 @@ class ServedEngine(RolloutEngine):
     @abstractmethod
     def _restore(self, tag: str) -> None:
         """Gives WEIGHTS or CACHE memory again."""
+
+
+def taken(items: "SimpleQueue[T]", timeout_s: float | None = None) -> list[T]:
+    """Waits for an item and returns it with all others that are there. Returns none after `timeout_s`."""
+    try:
+        found = [items.get(timeout=timeout_s)]
+    except Empty:
+        return []
+    return found + [items.get() for _ in range(items.qsize())]

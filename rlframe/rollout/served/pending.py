@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlframe.cluster.watch.marks import mark
+from rlframe.models.tokenizer import end_token_of_config
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, versions_by_token
 from rlframe.utils.errors import RlframeError
@@ -37,12 +38,16 @@ class PendingRequest:
         self._starts: list[tuple[int, int]] = [(version, 0)]
         """Start of each version: pairs of version and number of tokens that preceded it, in order."""
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Appends the tokens sampled since the last call."""
-        assert len(token_ids) == len(logprobs), "every token has a logprob"
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Appends the tokens sampled since the last call.
+
+        Args:
+            logprobs: None if those of the whole response come when it has ended.
+        """
+        assert logprobs is None or len(token_ids) == len(logprobs), "every token has a logprob"
         mark(f"token {len(self.token_ids) + len(token_ids)} of request {self.name}")
         self.token_ids += token_ids
-        self.logprobs += logprobs
+        self.logprobs += logprobs or ()
 
     def finish(self, reason: str) -> None:
         """Records that the request has ended.
@@ -113,9 +118,9 @@ def top_logprobs(ids: Tensor, nats: Tensor) -> TopLogprobs:
 
 def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:
     """Returns the end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    stated = [AutoConfig.from_pretrained(folder).eos_token_id, tokenizer.eos_token_id]
+    stated = [end_token_of_config(folder), tokenizer.eos_token_id]
     if (folder / "generation_config.json").is_file():
         stated.append(GenerationConfig.from_pretrained(folder).eos_token_id)
     ids = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in stated)

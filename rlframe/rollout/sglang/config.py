@@ -22,6 +22,7 @@ OWN_OPTIONS = frozenset(
         "ep_size",
         "load_format",
         "max_running_requests",
+        "max_total_tokens",
         "mem_fraction_static",
         "model_loader_extra_config",
         "model_path",
@@ -29,6 +30,7 @@ OWN_OPTIONS = frozenset(
         "sampling_defaults",
         "skip_tokenizer_init",
         "tp_size",
+        "trust_remote_code",
     }
 )
 """Engine arguments that users must not set: they have a setting of their own, or the engine's correctness depends on

@@ -7,9 +7,10 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar, TypeVarTuple
 
 import torch
@@ -17,8 +18,9 @@ import torch
 from rlframe.cluster.profiling.config import Tool
 from rlframe.cluster.profiling.request import Request
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.remote_code import is_trusted
 from rlframe.rollout.base.routes import Routers
-from rlframe.rollout.served.engine import CACHE, WEIGHTS, ServedEngine
+from rlframe.rollout.served.engine import CACHE, WEIGHTS, ServedEngine, taken
 from rlframe.rollout.served.pending import PendingRequest
 from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.sglang.border import Answer, EngineHost, SchedulerRank
@@ -88,25 +90,36 @@ class SglangEngine(ServedEngine):
                 arguments=arguments,
                 stop_tokens=self.stop_tokens,
                 tokenizer=str(folder),
+                trusted=is_trusted(folder),
                 routers=Routers.of(architecture) if with_routes else None,
             ),
             doing=f"the SGLang engine of process {os.getpid()} ({folder.name}, {config.tp} ranks)",
         )
 
-    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
         with self._admitted(requests) as admitted:
+            ended: SimpleQueue[int] = SimpleQueue()
+            calls = [self._generate(pending) for pending in admitted]
+            for index, call in enumerate(calls):
+                call.add_done_callback(lambda _, index=index: ended.put(index))
+            num_left = len(admitted)
             try:
-                calls = [self._generate(pending) for pending in admitted]
-                for pending, call in zip(admitted, calls, strict=True):
-                    answer: Answer = call.result()
-                    pending.take(*self._whole(pending.name, answer))
-                    pending.routes = answer.routes
-                    pending.finish(answer.finish_reason)
+                while num_left:
+                    indices = taken(ended)
+                    num_left -= len(indices)
+                    for index in indices:
+                        self._finish(admitted[index], calls[index].result())
+                    yield [(index, admitted[index].completion()) for index in indices]
             finally:
                 with self._aborting:
                     for pending in admitted:
                         self._left.pop(pending.name, None)
-        return [pending.completion() for pending in admitted]
+
+    def _finish(self, pending: PendingRequest, answer: Answer) -> None:
+        """Takes the answer to a request."""
+        pending.take(*self._whole(pending.name, answer))
+        pending.routes = answer.routes
+        pending.finish(answer.finish_reason)
 
     def _generate(self, pending: PendingRequest) -> "Future[Answer]":
         """Sends a request and returns the future of its answer."""

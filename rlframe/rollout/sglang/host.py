@@ -26,6 +26,7 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import ProfileReq
 from sglang.srt.server_args import ServerArgs
 
+from rlframe.models import remote_code, tokenizer
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import spelled, top_logprobs
 from rlframe.rollout.sglang.border import SCHEDULER_CALL, Answer, EngineHost, SchedulerRank
@@ -209,9 +210,10 @@ class Host(EngineHost):
 
     def _decoder(self) -> Any:
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self._launch.tokenizer)
+            folder = Path(self._launch.tokenizer)
+            if self._launch.trusted:
+                remote_code.trust(folder)
+            self._tokenizer = tokenizer.load(folder)
         return self._tokenizer
 
 

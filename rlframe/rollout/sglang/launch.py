@@ -18,7 +18,10 @@ from typing import Any, TypeVar, TypeVarTuple
 import torch
 
 from rlframe.models.families.base import Architecture
+from rlframe.models.remote_code import runs_config
 from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.served.cache import CPU_CACHE_BYTES, token_bytes
+from rlframe.rollout.served.plain import overrides_of
 from rlframe.rollout.sglang.border import EngineHost
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.utils.calls import RankCall
@@ -28,9 +31,9 @@ from rlframe.utils.faults import Fault
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-CPU_CACHE_BYTES = 1 << 30
-"""Bytes of the key-value cache on a CPU. A fraction of all memory would leave too little for the rest of the
-machine."""
+FREE_FRACTION = 0.9
+"""Value of SGLang's `mem_fraction_static` beside a cache of a given size: the part of the free memory that the weights
+and the cache may take at most."""
 ROOM = 8
 """Number of positions that SGLang reserves: a sequence must be shorter than its context length by 1 to 6 tokens."""
 CLOSE_S = 10.0
@@ -47,6 +50,8 @@ class Launch:
     """The end-of-sequence tokens."""
     tokenizer: str
     """Folder of the tokenizer. It is read if a request has stop strings."""
+    trusted: bool
+    """Whether the folder's own code may run."""
     routers: Routers | None = None
     """Routers of the model, if completions carry routed experts. None otherwise."""
 
@@ -73,6 +78,7 @@ def engine_arguments(
         "model_path": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
         "skip_tokenizer_init": True,
+        "trust_remote_code": runs_config(folder),
         # Ignores the model's generation config.
         "sampling_defaults": "openai",
         "dtype": str(dtype).removeprefix("torch."),
@@ -93,18 +99,21 @@ def engine_arguments(
     }
     if cuda:
         options |= {
-            "mem_fraction_static": config.gpu_memory_utilization,
-            "enable_memory_saver": True,
+            "mem_fraction_static": config.gpu_memory_utilization if config.measures_memory else FREE_FRACTION,
+            "enable_memory_saver": config.sleeps,
             "enable_weights_cpu_backup": config.sleep_level == 1,
         }
     else:
-        token_bytes = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * dtype.itemsize
-        options |= {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "max_total_tokens": max(CPU_CACHE_BYTES // token_bytes, max_length + ROOM),
-        }
-    return options | config.engine_options
+        options |= {"device": "cpu", "attention_backend": "torch_native"}
+    if cache_bytes := config.cache_bytes or (None if cuda else CPU_CACHE_BYTES):
+        tokens = int(cache_bytes / token_bytes(architecture, tp=config.tp, itemsize=dtype.itemsize))
+        options |= {"max_total_tokens": max(tokens, max_length + ROOM)}
+    options |= config.engine_options
+    if plain := overrides_of(folder):
+        given = json.loads(options.get("json_model_override_args") or "{}")
+        inner = {"text_config": given.get("text_config", {}) | plain["text_config"]} if "text_config" in plain else {}
+        options["json_model_override_args"] = json.dumps(given | plain | inner)
+    return options
 
 
 def refuse_device(config: SglangConfig, *, dtype: torch.dtype, cuda: bool) -> None:

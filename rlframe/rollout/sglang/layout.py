@@ -6,6 +6,7 @@ cannot be seen: there the shared experts of GLM-4.5 become further routed expert
 """
 
 import importlib
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
+from rlframe.rollout.served.plain import overrides_of
 from rlframe.rollout.served.simulated_ranks import SimulatedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -126,6 +128,7 @@ def _arguments(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_cuda_graph=True,
+        json_model_override_args=json.dumps(overrides_of(folder)),
     )
     # SGLang 0.5.17 does it when the object is created.
     if hasattr(arguments, "resolve_once"):

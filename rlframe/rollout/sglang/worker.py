@@ -26,6 +26,7 @@ from sglang.srt.model_executor.model_runner_components import load_model_utils
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor
 
+from rlframe.rollout.served.plain import dequantized_weights, is_quantized
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
 from rlframe.rollout.sglang import epochs
 from rlframe.rollout.sglang import sampler as sglang_sampler
@@ -77,8 +78,8 @@ def run_rank(server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *rest:
 
 
 class RecordingLoader(DefaultModelLoader):
-    """Loads safetensors with SGLang's own loader and records where every tensor lands; loads random weights on the same
-    path.
+    """Loads safetensors with SGLang's own loader and records where every tensor lands; loads random weights, and what
+    quantised ones stand for, on the same path.
 
     `model_loader_extra_config` holds under `SETTINGS` a `random_seed` or null: the weights are then those of
     `models.random_init`.
@@ -121,13 +122,17 @@ class RecordingLoader(DefaultModelLoader):
         super().load_weights_and_postprocess(model, weights, target_device)
 
     def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields the checkpoint's tensors, or random ones. Random tensors are drawn only if this rank holds part of
-        them."""
-        if self._random_seed is None:
+        """Yields the checkpoint's tensors, or random ones. Tensors are drawn and dequantised only if this rank holds
+        part of them."""
+        folder = Path(model_config.model_path)
+        if self._random_seed is None and not is_quantized(folder):
             yield from super()._get_all_weights(model_config, model)
             return
-        device = str(next(model.parameters()).device)
         held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
+        if self._random_seed is None:
+            yield from dequantized_weights(folder, held)
+            return
+        device = str(next(model.parameters()).device)
         yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
 
 

@@ -16,12 +16,14 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from rlframe.models import tokenizer
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine, check_names
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.base.routes import RouteRecorder, Routers
+from rlframe.rollout.served.plain import dequantized_model, is_quantized, plain_config
 from rlframe.rollout.transformers.decode import Control, DecodeLoop
 from rlframe.rollout.transformers.kv_cache import ATTENTION, KVCache, attend
 from rlframe.rollout.transformers.states import KIND
@@ -98,12 +100,12 @@ class TransformersEngine(RolloutEngine):
         Raises:
             ConfigError: the model has attention over a sliding window.
         """
-        from transformers import AttentionInterface, AutoTokenizer
+        from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, attend)
         self.config = config
         self.folder = folder
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = tokenizer.load(folder)
         self.model = self._load(dtype, random_seed, device).to(device).eval().requires_grad_(False)
         self.stop_tokens = self._stop_tokens()
         routers = Routers.of(load_family(folder).architecture(read_config(folder)))
@@ -125,7 +127,7 @@ class TransformersEngine(RolloutEngine):
     def _load(self, dtype: torch.dtype, random_seed: int | None, device: str) -> Any:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-        hf = AutoConfig.from_pretrained(self.folder)
+        hf = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
         kinds = set(getattr(hf, "layer_types", None) or [])
         self._with_states = KIND in kinds
         windowed = bool(kinds - {"full_attention", KIND})
@@ -137,12 +139,14 @@ class TransformersEngine(RolloutEngine):
             raise ConfigError([Fault("rollout.name", got="transformers", stated=True, said=said)])
         options = {"dtype": dtype, "attn_implementation": ATTENTION}
         if random_seed is None:
-            return AutoModelForCausalLM.from_pretrained(self.folder, **options)
+            load = dequantized_model if is_quantized(self.folder) else AutoModelForCausalLM.from_pretrained
+            return load(self.folder, **options)
         weights = {
             # The weights are drawn on the trainer's device, as the trainer's are; the model is built on the CPU.
             name: random_tensor(name, shape, seed=random_seed, device=device).cpu()
             for name, shape in self._tensors().items()
         }
+        hf = plain_config(hf, overrides={})
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
         return model_class.from_pretrained(None, config=hf, state_dict=weights, **options)
 

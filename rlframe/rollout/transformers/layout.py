@@ -7,6 +7,7 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
+from rlframe.rollout.served.plain import plain_config
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
@@ -47,5 +48,6 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
     if found := faults(architecture, tp=tp, ep=ep):
         raise ConfigError(found)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        hf = plain_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), overrides={})
+        model = AutoModelForCausalLM.from_config(hf, dtype=dtype)
     return [record(load_weights, weights_of(model), family.tensors(architecture))]

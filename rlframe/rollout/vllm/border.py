@@ -26,6 +26,18 @@ class Extension(Protocol):
         """
         ...
 
+    def rlframe_take(self, wanted: list[tuple[str, int]]) -> bytes:
+        """Takes requests out of the record of sampled tokens.
+
+        Args:
+            wanted: name of each request's record, and the number of tokens that vLLM has returned.
+
+        Returns:
+            Pickled: for each request its tokens and their logprobs, fewer if the record has not as many. Empty if
+                another rank has the record.
+        """
+        ...
+
     def rlframe_free_bytes(self) -> int:
         """Returns the bytes of this rank's device that no process uses."""
         ...

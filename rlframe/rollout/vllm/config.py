@@ -23,6 +23,7 @@ OWN_OPTIONS = frozenset(
         "enforce_eager",
         "generation_config",
         "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
         "load_format",
         "logprobs_mode",
         "max_logprobs",
@@ -34,6 +35,7 @@ OWN_OPTIONS = frozenset(
         "skip_tokenizer_init",
         "stream_interval",
         "tensor_parallel_size",
+        "trust_remote_code",
         "worker_extension_cls",
     }
 )

@@ -7,34 +7,41 @@ block and may be called from many threads.
 
 import asyncio
 import concurrent.futures
+import importlib
+import itertools
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from queue import SimpleQueue
+from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
 import torch
 
 from rlframe.cluster.profiling.request import Request
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.routes import Routers
-from rlframe.rollout.served.engine import ServedEngine
+from rlframe.rollout.served.engine import ServedEngine, taken
 from rlframe.rollout.served.pending import PendingRequest, top_logprobs
 from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
-from rlframe.rollout.vllm.launch import engine_arguments, launch, set_environment
+from rlframe.rollout.vllm.fetch import Fetcher
+from rlframe.rollout.vllm.launch import early_core, engine_arguments, launch, register_here, set_environment
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils.calls import RankCall
+from rlframe.utils.early_process import EarlyProcess
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
 
 T = TypeVar("T")
+Result = TypeVar("Result")
 Ts = TypeVarTuple("Ts")
 POLL_S = 1.0
 """Seconds between two checks of a waiting call whether the engine is still alive."""
@@ -48,6 +55,17 @@ class VllmEngine(ServedEngine):
     """One vLLM engine of `tp` devices."""
 
     profiles_itself = True
+    _early: ClassVar[EarlyProcess | None] = None
+    """The process of the core of the engine that is made next."""
+
+    @classmethod
+    def prepare(cls, config: VllmConfig, *, folder: Path, device: str) -> None:
+        """Imports vLLM here and in the process of its core, at the same time."""
+        set_environment(config, cuda=device != "cpu")
+        early = early_core(folder, cuda=device != "cpu")
+        importlib.import_module("vllm.v1.engine.async_llm")
+        register_here(folder)
+        VllmEngine._early = early
 
     def __init__(
         self,
@@ -70,7 +88,10 @@ class VllmEngine(ServedEngine):
         Raises:
             ConfigError: `engine_options` holds an argument unknown to vLLM.
         """
-        set_environment(config, cuda=device != "cpu")
+        if VllmEngine._early is None:
+            self.prepare(config, folder=folder, device=device)
+        early, VllmEngine._early = VllmEngine._early, None
+        assert early is not None, "`prepare` starts it"
         super().__init__(config, folder=folder, cuda=device != "cpu")
         self._routers = Routers.of(load_family(folder).architecture(read_config(folder))) if with_routes else None
         self._paused = False
@@ -87,28 +108,52 @@ class VllmEngine(ServedEngine):
             random_seed=random_seed,
             with_routes=with_routes,
         )
-        self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments), self._loop).result()
+        self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments, early), self._loop).result()
         self.max_length = self._engine.vllm_config.model_config.max_model_len
         self._rpc(Extension.rlframe_start)
+        # Speculative decoding samples several tokens a step, by a sampler of its own.
+        records = self._engine.vllm_config.speculative_config is None
+        self._fetcher = Fetcher(partial(self._each_rank, Extension.rlframe_take)) if records else None
 
-    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
         with self._admitted(requests) as admitted:
             for pending in admitted:
                 pending.epoch = self._epoch if self._keeps else 0
-            self._wait(self._follow(admitted), doing=f"generation of {len(admitted)} responses")
-        return [pending.completion() for pending in admitted]
+            ended: SimpleQueue[list[int]] = SimpleQueue()
+            future, doing = self._begin(self._follow(admitted, ended)), f"generation of {len(admitted)} responses"
+            future.add_done_callback(lambda _: ended.put([]))
+            is_last = False
+            while not is_last:
+                pieces = self._outlive(future, partial(taken, ended), doing=doing)
+                is_last = [] in pieces
+                if indices := list(itertools.chain.from_iterable(pieces)):
+                    yield [(index, admitted[index].completion()) for index in indices]
+            self._result(future, doing=doing)
 
-    async def _follow(self, admitted: list[PendingRequest]) -> None:
+    async def _follow(self, admitted: list[PendingRequest], ended: "SimpleQueue[list[int]]") -> None:
+        """Follows requests to their ends, and puts the indices of those that end in one turn of the loop."""
+        together: list[int] = []
+
+        def put() -> None:
+            ended.put(together.copy())
+            together.clear()
+
+        async def one(index: int, pending: PendingRequest) -> None:
+            await follow(
+                pending,
+                self._engine,
+                stop_tokens=self.stop_tokens,
+                tokenizer=self.tokenizer,
+                fetcher=self._fetcher,
+                routers=self._routers,
+            )
+            together.append(index)
+            if len(together) == 1:
+                self._loop.call_soon(put)
+
         async with asyncio.TaskGroup() as group:
-            for pending in admitted:
-                work = follow(
-                    pending,
-                    self._engine,
-                    stop_tokens=self.stop_tokens,
-                    tokenizer=self.tokenizer,
-                    routers=self._routers,
-                )
-                group.create_task(work)
+            for index, pending in enumerate(admitted):
+                group.create_task(one(index, pending))
 
     def score(self, sequences: list[ModelInput]) -> list[list[float]]:
         with self._scoring(sequences):
@@ -180,7 +225,7 @@ class VllmEngine(ServedEngine):
         await self._drain()
         for pending in self._running():
             assert version is not None, "running requests have a version"
-            pending.mark(version)
+            pending.mark(version, start=self._num_sampled(pending))
         if self._keeps:
             await self._begin_again()
         self._paused = False
@@ -189,16 +234,23 @@ class VllmEngine(ServedEngine):
     async def _begin_again(self) -> None:
         """Sends requests without a token to vLLM again, in the present epoch. Those that wait in vLLM's queue would
         otherwise begin with a prefix that older weights have computed for others."""
-        again = [pending for pending in self._running() if not pending.token_ids and not pending.ended]
+        again = [pending for pending in self._running() if not self._num_sampled(pending) and not pending.ended]
         for pending in again:
             pending.epoch = self._epoch
         if again:
             await self._engine.abort([pending.name for pending in again])
 
+    def _num_sampled(self, pending: PendingRequest) -> int:
+        """Returns the number of tokens of a request that have arrived in this process. vLLM passes on those of most
+        requests when they have ended."""
+        known = self._engine.output_processor
+        states = [known.request_states.get(name) for name in known.external_req_ids.get(pending.name, ())]
+        return max([len(pending.token_ids), *(each.detokenizer.num_output_tokens() for each in states if each)])
+
     async def _drain(self) -> None:
-        """Waits until every token sampled before the pause has arrived in its pending request."""
+        """Waits until every token sampled before the pause has arrived in this process."""
         # The core sends its outputs before it answers the pause, so they are in this queue or already taken from it.
-        # They then pass vLLM's output task, in batches of 128 requests, and the request's own task.
+        # They then pass vLLM's output task, in batches of 128 requests, and at the end the request's own task.
         queue = self._engine.engine_core.outputs_queue
         for _ in range(64):
             while not queue.empty():
@@ -269,17 +321,43 @@ class VllmEngine(ServedEngine):
         Raises:
             EngineDied: vLLM's processes ended.
         """
-        from vllm.v1.engine.exceptions import EngineDeadError
+        future = self._begin(work)
 
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        def done(timeout_s: float) -> bool:
+            return bool(concurrent.futures.wait([future], timeout=timeout_s).done)
+
+        self._outlive(future, done, doing=doing)
+        return self._result(future, doing=doing)
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> "concurrent.futures.Future[Any]":
+        """Runs `work` in the engine's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _outlive(
+        self, future: "concurrent.futures.Future[Any]", wait: Callable[[float], Result], *, doing: str
+    ) -> Result:
+        """Returns the first result of `wait` that is not empty. `wait` is called with a limit in seconds.
+
+        Raises:
+            EngineDied: vLLM's processes ended, and vLLM has not failed `future` for a while.
+        """
         died_at = None
-        while not future.done():
-            concurrent.futures.wait([future], timeout=POLL_S)
+        while not (found := wait(POLL_S)):
             if not future.done() and self._engine.errored:
                 died_at = died_at or time.monotonic()
                 if time.monotonic() > died_at + DEATH_GRACE_S:
                     future.cancel()
                     raise self._died(doing)
+        return found
+
+    def _result(self, future: "concurrent.futures.Future[Any]", *, doing: str) -> Any:
+        """Returns the result of work that is done.
+
+        Raises:
+            EngineDied: vLLM's processes ended.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         try:
             return future.result()
         except EngineDeadError as error:

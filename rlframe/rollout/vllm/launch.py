@@ -1,22 +1,37 @@
 """The environment and the engine arguments with which vLLM starts."""
 
 import importlib.util
+import logging
 import os
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlframe.models.hub import read_config
+from rlframe.models.remote_code import runs_config
+from rlframe.rollout.served.cache import CPU_CACHE_BYTES
+from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.warm_up import warm_up_values
+from rlframe.utils.early_process import EarlyProcess
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
+logger = logging.getLogger(__name__)
+
+CORE_ANYWHERE = ("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor", "rlframe.rollout.vllm.worker")
+CORE = {
+    True: (*CORE_ANYWHERE, "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner"),
+    False: (*CORE_ANYWHERE, "vllm.v1.worker.cpu_worker"),
+}
+"""Modules of vLLM's core, by whether it runs on CUDA."""
 EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
-CPU_CACHE_BYTES = 1 << 30
-"""Bytes of the key-value cache on a CPU. A fraction of all memory would leave too little for the rest of the
-machine."""
+LEAST_CLAIM = 0.01
+"""Value of vLLM's `gpu_memory_utilization` beside a cache of a given size. vLLM then reads it for one check only: that
+such a part of the device is free (vLLM 0.26 to 0.32, `request_memory`)."""
 
 
 def set_environment(config: VllmConfig, *, cuda: bool) -> None:
@@ -61,13 +76,13 @@ def engine_arguments(
         "model": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
         "skip_tokenizer_init": True,
+        "trust_remote_code": runs_config(folder),
         "generation_config": "vllm",
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": config.tp,
         "enable_expert_parallel": config.expert_parallel,
         # vLLM would choose Ray inside a Ray actor, and create actors of its own.
         "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
-        "gpu_memory_utilization": config.gpu_memory_utilization,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
@@ -76,10 +91,10 @@ def engine_arguments(
         "max_logprobs": -1,
         # rlframe.rollout.vllm.sampler replaces this rule by rlframe's.
         "logprobs_mode": "raw_logprobs",
-        # One token an output, so that the token at which a sync falls into a response is known.
+        # One token an output, so that a stop string is seen at the token that completes it.
         "stream_interval": 1,
         "load_format": "rlframe",
-        "model_loader_extra_config": {} if random_seed is None else {"random_seed": random_seed},
+        "model_loader_extra_config": {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling())},
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
         "enable_return_routed_experts": with_routes,
@@ -87,38 +102,30 @@ def engine_arguments(
     if not config.compile and not config.enforce_eager:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if cuda else "NONE"}
     if cuda:
-        options |= {"enable_sleep_mode": True, "moe_backend": config.moe_backend.value}
+        options |= {"moe_backend": config.moe_backend.value}
     else:
-        options |= {
-            "kv_cache_memory_bytes": CPU_CACHE_BYTES,
-            # vLLM 0.32 rewinds the random generator after a partial prefill; CPU generators cannot, and the core dies.
-            "enable_chunked_prefill": False,
-        }
+        # vLLM 0.32 rewinds the random generator after a partial prefill; CPU generators cannot, and the core dies.
+        options |= {"enable_chunked_prefill": False}
+    options |= memory_options(config, cuda=cuda)
     known = {each.name for each in fields(AsyncEngineArgs)}
     if unknown := sorted(config.engine_options.keys() - known):
         raise ConfigError(
             [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
         )
-    return AsyncEngineArgs(**(options | config.engine_options))
+    options |= config.engine_options
+    if is_quantized(folder):
+        options["hf_overrides"] = partial(plain_config, overrides=options.get("hf_overrides") or {})
+    return AsyncEngineArgs(**options)
 
 
-def keep_merged_routes() -> None:
-    """Makes vLLM keep `routed_experts` when it merges a finished output with one that is still pending.
-
-    Workaround for vLLM 0.26, which drops them (https://github.com/vllm-project/vllm/pull/37094); vLLM 0.32 keeps them.
-    Not needed any more once `RequestOutput.add` itself merges `routed_experts` in all supported versions.
-    """
-    from vllm.outputs import RequestOutput
-
-    merge = RequestOutput.add
-
-    def add(self: Any, next_output: Any, aggregate: bool) -> None:
-        merge(self, next_output, aggregate)
-        told = {each.index: each.routed_experts for each in next_output.outputs if each.routed_experts is not None}
-        for completion in self.outputs:
-            completion.routed_experts = told.get(completion.index, completion.routed_experts)
-
-    RequestOutput.add = add
+def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:
+    """Returns the engine arguments about memory. With a cache of a given size vLLM measures none, so that processes of
+    others may take and free memory of the device while it starts."""
+    return {
+        "enable_sleep_mode": cuda and config.sleeps,
+        "gpu_memory_utilization": config.gpu_memory_utilization if config.measures_memory else LEAST_CLAIM,
+        "kv_cache_memory_bytes": config.cache_bytes or (None if cuda else CPU_CACHE_BYTES),
+    }
 
 
 def register_here(folder: Path) -> None:
@@ -135,11 +142,40 @@ def register_here(folder: Path) -> None:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-async def launch(arguments: Any) -> Any:
-    """Creates an AsyncLLM in the asyncio loop it will live in."""
+def early_core(folder: Path, *, cuda: bool) -> EarlyProcess:
+    """Returns the process of vLLM's core, which imports vLLM at once.
+
+    vLLM makes its configuration and then starts its core in a new interpreter, which would begin with the import that
+    this process has just done: 15 s after 15 s on a machine with an H200.
+    """
+    return EarlyProcess(f"from {__name__} import import_core; import_core({str(folder)!r}, cuda={cuda})")
+
+
+def import_core(folder: str, *, cuda: bool) -> None:
+    """Imports what vLLM's core needs: vLLM, its worker, and the class of the model in `folder`."""
+    for module in CORE[cuda]:
+        importlib.import_module(module)
+    register_here(Path(folder))
+
+
+def send_core(early: EarlyProcess) -> None:
+    """Makes vLLM start its core in `early`.
+
+    vLLM 0.26 to 0.32 offer `fork` and `spawn` only (`vllm.utils.system_utils.get_mp_context`). Not needed any more once
+    vLLM can be told which context of multiprocessing to use.
+    """
+    from vllm.v1.engine import utils
+
+    assert callable(getattr(utils, "get_mp_context", None)), "vLLM starts its core in another way than 0.26 to 0.32"
+    utils.get_mp_context = early.context
+
+
+async def launch(arguments: Any, early: EarlyProcess) -> Any:
+    """Creates an AsyncLLM in the asyncio loop it will live in, with its core in `early`."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    register_here(Path(arguments.model))
-    if arguments.enable_return_routed_experts:
-        keep_merged_routes()
-    return AsyncLLM.from_engine_args(arguments)
+    send_core(early)
+    engine = AsyncLLM.from_engine_args(arguments)
+    if not early.used:
+        logger.warning("vLLM's core was started anew, which takes longer: the process %d was not ready", early.pid)
+    return engine

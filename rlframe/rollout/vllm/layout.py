@@ -5,6 +5,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
+from rlframe.rollout.served.plain import plain_config
 from rlframe.rollout.served.simulated_ranks import SimulatedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -89,6 +91,7 @@ def _config(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
         # Set explicitly, so that vLLM looks neither for one device per rank nor for Ray.
         distributed_executor_backend="mp",
         enforce_eager=True,
+        hf_overrides=partial(plain_config, overrides={}),
     ).create_engine_config()
 
 

@@ -1,13 +1,14 @@
 """Requests to vLLM: their parameters, and the reading of its answers."""
 
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 import torch
 
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import PendingRequest, spelled, top_logprobs
-from rlframe.rollout.vllm.sampler import FIRST_POSITION
+from rlframe.rollout.vllm.fetch import Fetcher
+from rlframe.rollout.vllm.sampler import FIRST_POSITION, RECORD
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest, Scored
@@ -15,40 +16,55 @@ from rlframe.utils.errors import RlframeError
 
 
 async def follow(
-    pending: PendingRequest, engine: Any, *, stop_tokens: list[int], tokenizer: Any, routers: Routers | None = None
+    pending: PendingRequest,
+    engine: Any,
+    *,
+    stop_tokens: list[int],
+    tokenizer: Any,
+    fetcher: Fetcher | None = None,
+    routers: Routers | None = None,
 ) -> None:
     """Samples until the request ends; `pending` then holds the whole response.
 
     Args:
         engine: AsyncLLM.
         stop_tokens: end-of-sequence tokens.
+        fetcher: fetches the logprobs. None if vLLM returns them itself.
         routers: routers of the model, if the engine returns routed experts.
     """
-    parameters = sampling_parameters(pending.request, stop_tokens=stop_tokens)
-    epoch = None
-    while epoch != pending.epoch:
+    while pending.finish_reason is None:
+        # Once more if `begin_again` has moved the request to another epoch.
         epoch = pending.epoch
-        outputs = engine.generate(prompt(pending.request.input, epoch=epoch), parameters, pending.name)
-        # Leaving the loop early closes the generator, which makes vLLM abort the request.
-        async with aclosing(outputs):
-            async for output in outputs:
-                if pending.epoch != epoch and not pending.token_ids:
-                    # `begin_again` has moved the request to another epoch.
-                    break
-                seen = len(pending.token_ids)
-                take(pending, output.outputs[0])
-                count = spelled(pending.token_ids, first=seen + 1, request=pending.request, tokenizer=tokenizer)
-                if count is not None:
-                    pending.stop_at(count)
-                if pending.finish_reason is None and pending.aborted:
-                    # The abort came before the request had reached vLLM.
-                    pending.finish(FinishReason.ABORT)
-                if pending.finish_reason is not None:
-                    if routers is not None and pending.finish_reason is not FinishReason.ABORT:
-                        found = output.outputs[0].routed_experts
-                        num_tokens = len(pending.request.input) + len(pending.token_ids)
-                        pending.routes = routers.routes(found, num_tokens=num_tokens, engine="vLLM")
-                    return
+        with fetcher.record(f"{pending.name} {epoch}") if fetcher else nullcontext() as record:
+            parameters = sampling_parameters(pending.request, stop_tokens=stop_tokens, record=record)
+            outputs = engine.generate(prompt(pending.request.input, epoch=epoch), parameters, pending.name)
+            output = await last_output(pending, outputs, epoch=epoch, tokenizer=tokenizer)
+            if fetcher and record and pending.finish_reason is not None:
+                pending.logprobs = (await fetcher.logprobs(record, pending.token_ids)).tolist()
+    if routers is not None and pending.finish_reason is not FinishReason.ABORT:
+        num_tokens = len(pending.request.input) + len(pending.token_ids)
+        pending.routes = routers.routes(output.outputs[0].routed_experts, num_tokens=num_tokens, engine="vLLM")
+
+
+async def last_output(pending: PendingRequest, outputs: Any, *, epoch: int, tokenizer: Any) -> Any:
+    """Takes the tokens from vLLM's outputs until the response has ended, or has another epoch before its first token.
+    Returns the last output."""
+    # Leaving the loop early closes the generator, which makes vLLM abort the request.
+    async with aclosing(outputs):
+        async for output in outputs:
+            if pending.epoch != epoch and not pending.token_ids:
+                return output
+            seen = len(pending.token_ids)
+            take(pending, output.outputs[0])
+            count = spelled(pending.token_ids, first=seen + 1, request=pending.request, tokenizer=tokenizer)
+            if count is not None:
+                pending.stop_at(count)
+            if pending.finish_reason is None and pending.aborted:
+                # The abort came before the request had reached vLLM.
+                pending.finish(FinishReason.ABORT)
+            if pending.finish_reason is not None:
+                return output
+    raise RlframeError("vLLM ended a request without an answer")
 
 
 def prompt(sequence: ModelInput, *, epoch: int) -> dict[str, Any]:
@@ -57,13 +73,18 @@ def prompt(sequence: ModelInput, *, epoch: int) -> dict[str, Any]:
     return ids | {"cache_salt": f"rlframe {epoch}"} if epoch else ids
 
 
-def sampling_parameters(request: GenerationRequest, *, stop_tokens: list[int]) -> Any:
-    """Returns vLLM's SamplingParams. The model's generation config is ignored, and stop strings are left to
-    `spelled`."""
+def sampling_parameters(request: GenerationRequest, *, stop_tokens: list[int], record: str | None = None) -> Any:
+    """Returns vLLM's SamplingParams. The model's generation config is ignored, and stop strings are left to `spelled`,
+    which reads the tokens as they come.
+
+    Args:
+        record: name of the record that gets the logprobs. None makes vLLM return them.
+    """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as Parameters
 
     sampling, first = request.sampling, request.first_position
+    extra = ({FIRST_POSITION: first} if first else {}) | ({RECORD: record} if record else {})
     return Parameters(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -71,14 +92,14 @@ def sampling_parameters(request: GenerationRequest, *, stop_tokens: list[int]) -
         max_tokens=sampling.max_tokens - first,
         min_tokens=max(0, sampling.min_tokens - first),
         seed=request.seed,
-        extra_args={FIRST_POSITION: first} if first else None,
+        extra_args=extra or None,
         stop_token_ids=stop_tokens,
         # vLLM's own end-of-sequence token; rlframe passes all stop tokens itself.
         ignore_eos=True,
         detokenize=False,
-        logprobs=0,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.DELTA,
+        logprobs=None if record else 0,
+        flat_logprobs=record is None,
+        output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -140,10 +161,12 @@ def take(pending: PendingRequest, piece: Any) -> None:
     """Appends to `pending` the tokens that vLLM has sampled since the last call.
 
     Args:
-        piece: a CompletionOutput of kind DELTA with flat logprobs of the sampled token only.
+        piece: a CompletionOutput of kind DELTA, or FINAL_ONLY, with flat logprobs of the sampled token only, or none.
     """
     count = len(piece.token_ids)
-    if count:
+    if count and piece.logprobs is None:
+        pending.take(piece.token_ids)
+    elif count:
         flat = piece.logprobs
         # After an abort without new tokens vLLM repeats old logprobs, so they are counted from the end.
         assert flat.token_ids[-count:] == list(piece.token_ids), "logprobs are of the sampled tokens"

@@ -5,48 +5,70 @@ vLLM offers two rules per engine: `raw_logprobs` (temperature 1) and `processed_
 after top-p, top-k and forbidden stop tokens, renormalised). rlframe's rule lies between them, and training at
 temperature 0.8 shares an engine with greedy evaluation. So the engine runs with `raw_logprobs`, and the samplers here
 divide each row by its own request's temperature before the log-softmax. Greedy rows (temperature 0) stay unchanged.
+
+The tokens and logprobs of requests that have a RECORD go to a `TokenRecord`. vLLM does not learn of them.
 """
 
+import weakref
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from rlframe.rollout.vllm.record import NOT_RECORDED, TokenRecord
 
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM samples greedily (`_SAMPLING_EPS`)."""
 FIRST_POSITION = "rlframe_first_position"
 """Key in the `extra_args` of a request: how many of its input's last tokens belong to the response."""
+RECORD = "rlframe_record"
+"""Key in the `extra_args` of a request: the name of its record. Without it the request is not recorded."""
 
 
-def install(runner: Any) -> None:
-    """Makes the sampler of `runner`, vLLM's model runner in this process, use rlframe's rule. Does nothing if the rank
-    does not sample."""
+def install(runner: Any) -> TokenRecord | None:
+    """Makes the sampler of `runner`, vLLM's model runner in this process, use rlframe's rule. Returns the record that
+    it writes. Returns None if the rank does not sample."""
     sampler = getattr(runner, "sampler", None)
     if sampler is None:
-        return
+        return None
     # The object keeps its state and all references to it; only the computation of logprobs changes.
+    sampler.record = TokenRecord(runner.max_num_reqs)
     if hasattr(sampler, "sampling_states"):
         # Its random numbers depend on a request's seed and on the position in the sequence, so that requests which
         # continue a response get the right ones.
+        sampler.slots = np.tile(NOT_RECORDED, (runner.max_num_reqs, 1))
+        sampler.wanted = np.zeros(runner.max_num_reqs, dtype=bool)
         sampler.__class__ = _second(type(sampler))
     else:
+        sampler.runner, sampler.begun = weakref.ref(runner), {}
         sampler.__class__ = _first(type(sampler))
-        continue_generators(runner)
+        follow_requests(runner)
+    return sampler.record
 
 
-def continue_generators(runner: Any) -> None:
-    """Makes model runner V1 start the random generator of a request that continues a response where the first part has
-    left it. Each token takes one draw."""
-    update = runner._update_states
+def option(parameters: Any, name: str) -> Any:
+    """Returns an entry of the `extra_args` of a request's SamplingParams. None if there is none."""
+    return ((parameters and parameters.extra_args) or {}).get(name)
+
+
+def follow_requests(runner: Any) -> None:
+    """Makes model runner V1 begin the records of requests. It also starts the random generator of a request that
+    continues a response where the first part has left it. Each token takes one draw."""
+    update, sampler = runner._update_states, runner.sampler
 
     def update_states(scheduler_output: Any) -> Any:
         result = update(scheduler_output)
+        for name in scheduler_output.finished_req_ids:
+            sampler.begun.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
-            count = ((new.sampling_params and new.sampling_params.extra_args) or {}).get(FIRST_POSITION, 0)
+            if (key := option(new.sampling_params, RECORD)) is not None:
+                sampler.begun[new.req_id] = sampler.record.begin(key)
+            count = option(new.sampling_params, FIRST_POSITION)
             generator = runner.requests[new.req_id].generator
             if count and generator is not None:
-                vocabulary = runner.input_batch.vocab_size
-                advance(generator, count, draw=runner.sampler.topk_topp_sampler, vocabulary=vocabulary)
+                advance(generator, count, draw=sampler.topk_topp_sampler, vocabulary=runner.input_batch.vocab_size)
         return result
 
     runner._update_states = update_states
@@ -72,23 +94,56 @@ def advance(generator: torch.Generator, count: int, *, draw: Any, vocabulary: in
 def _first(base: Any) -> Any:
     """Returns the sampler of vLLM's model runner V1 (`vllm.v1.sample.sampler`) with rlframe's rule."""
 
+    from vllm.v1.outputs import LogprobsTensors
+
     class TemperedSampler(base):
         _temperature: Tensor | None = None
         """[B] temperatures of the rows being sampled. None outside of sampling, or if all rows are greedy."""
+        _is_alone = False
+        """Whether the record alone wants the logprobs of the rows being sampled."""
 
         def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            is_recorded = bool(self.begun)
+            self._is_alone = is_recorded and sampling_metadata.max_num_logprobs is None
+            if self._is_alone:
+                sampling_metadata = replace(sampling_metadata, max_num_logprobs=0)
             self._temperature = sampling_metadata.temperature
             try:
-                return super().forward(logits, sampling_metadata, *args, **kwargs)
+                result = super().forward(logits, sampling_metadata, *args, **kwargs)
             finally:
                 # Prompt logprobs, which `score` requests, also come through compute_logprobs, at temperature 1.
-                self._temperature = None
+                self._temperature, is_alone, self._is_alone = None, self._is_alone, False
+            if is_recorded:
+                self._record(result)
+            if is_alone:
+                result.logprobs_tensors = None
+            return result
 
         def compute_logprobs(self, logits: Tensor) -> Tensor:
             if self._temperature is not None:
                 divisor = torch.where(self._temperature < GREEDY_BELOW, 1.0, self._temperature)
                 logits = logits.float() / divisor[:, None]
             return super().compute_logprobs(logits)
+
+        def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+            if not self._is_alone:
+                return super().gather_logprobs(logprobs, num_logprobs, token_ids)
+            # The same logprobs, without the ranks of the tokens among all others.
+            tokens = token_ids[:, None]
+            return LogprobsTensors(tokens, logprobs.gather(1, tokens), token_ids)
+
+        def _record(self, result: Any) -> None:
+            runner = self.runner()
+            names = runner.input_batch.req_ids[: len(result.sampled_token_ids)]
+            rows, owners = np.array([self.begun.get(name, NOT_RECORDED) for name in names]).T
+            self.record.add(
+                rows,
+                owners,
+                np.array([len(runner.requests[name].output_token_ids) for name in names]),
+                ~runner.discard_request_mask.np[: len(names)],
+                tokens=result.logprobs_tensors.logprob_token_ids[:, 0],
+                logprobs=result.logprobs_tensors.logprobs[:, 0],
+            )
 
     return TemperedSampler
 
@@ -97,13 +152,26 @@ def _second(base: Any) -> Any:
     """Returns the sampler of vLLM's model runner V2 (`vllm.v1.worker.gpu.sample.sampler`) with rlframe's rule."""
 
     class TemperedSampler(base):
+        def add_request(self, req_idx: int, *args: Any) -> None:
+            super().add_request(req_idx, *args)
+            parameters = args[-1]
+            key = option(parameters, RECORD)
+            self.slots[req_idx] = NOT_RECORDED if key is None else self.record.begin(key)
+            self.wanted[req_idx] = parameters.logprobs is not None
+            if key is not None and parameters.logprobs is None:
+                # The base class then computes the logprob of the sampled token, which goes to the record alone.
+                self.sampling_states.num_logprobs[req_idx] = 0
+
         def __call__(self, logits: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
             self._rows = input_batch.idx_mapping_np
             temperature = self.sampling_states.temperature.np[self._rows]
             if ((temperature != 0.0) & (temperature != 1.0)).any():
                 # The division below is in place, and in bfloat16 it would round the input of the log-softmax.
                 logits = logits.float()
-            return super().__call__(logits, input_batch, *args, **kwargs)
+            result = super().__call__(logits, input_batch, *args, **kwargs)
+            if result.logprobs_tensors is not None and len(self.record):
+                self._record(input_batch, result)
+            return result
 
         def sample(self, logits: Tensor, expanded_idx_mapping: Tensor, *args: Any, **kwargs: Any) -> Any:
             result = super().sample(logits, expanded_idx_mapping, *args, **kwargs)
@@ -112,5 +180,19 @@ def _second(base: Any) -> Any:
             if kwargs.get("return_logprobs", True):
                 self.sampling_states.apply_temperature(logits, expanded_idx_mapping, self._rows)
             return result
+
+        def _record(self, input_batch: Any, result: Any) -> None:
+            rows, owners = self.slots[self._rows].T
+            lengths = input_batch.seq_lens_cpu_upper_bound.numpy()[: len(rows)]
+            self.record.add(
+                rows,
+                owners,
+                lengths - self.req_states.prompt_len.np[self._rows],
+                lengths >= input_batch.prefill_len_np,
+                tokens=result.sampled_token_ids[:, 0],
+                logprobs=result.logprobs_tensors.logprobs[:, 0],
+            )
+            if not self.wanted[self._rows].any():
+                result.logprobs_tensors = None
 
     return TemperedSampler

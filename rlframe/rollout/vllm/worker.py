@@ -18,8 +18,10 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from rlframe.rollout.served.plain import dequantized_weights, is_quantized
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
 from rlframe.rollout.vllm.sampler import install
+from rlframe.rollout.vllm.warm_up import warm_up_with
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
@@ -36,16 +38,18 @@ NOTES = "rlframe_notes"
 
 @register_model_loader(LOAD_FORMAT)
 class RecordingLoader(DefaultModelLoader):
-    """Loads safetensors with vLLM's own loader and records where every tensor lands; loads random weights on the same
-    path.
+    """Loads safetensors with vLLM's own loader and records where every tensor lands; loads random weights, and what
+    quantised ones stand for, on the same path.
 
-    `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`.
+    `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`; and
+    `warm_up`, for `warm_up_with`.
     """
 
     def __init__(self, load_config: Any):
         load_config = copy.copy(load_config)
         settings = dict(load_config.model_loader_extra_config)
         self._random_seed: int | None = settings.pop("random_seed", None)
+        self._warm_up: dict[str, Any] | None = settings.pop("warm_up", None)
         load_config.model_loader_extra_config = settings
         load_config.load_format = "safetensors"
         super().__init__(load_config)
@@ -62,6 +66,9 @@ class RecordingLoader(DefaultModelLoader):
             self._layout, self._refusal = None, changed
         notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
         setattr(model, NOTES, notes)
+        if self._warm_up is not None:
+            # Before vLLM warms up, which it does after it has loaded the model.
+            warm_up_with(self._warm_up)
         if self._refusal:
             logger.info("weights arrive by reload, because this engine %s", self._refusal)
         return model
@@ -76,14 +83,18 @@ class RecordingLoader(DefaultModelLoader):
         super().load_weights(model, model_config)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields the checkpoint's tensors, or random ones. Random tensors are drawn only if this rank holds part of
-        them."""
-        if self._random_seed is None:
+        """Yields the checkpoint's tensors, or random ones. Tensors are drawn and dequantised only if this rank holds
+        part of them."""
+        folder = Path(model_config.model)
+        if self._random_seed is None and not is_quantized(folder):
             yield from super().get_all_weights(model_config, model)
             return
         self.counter_before_loading_weights = time.perf_counter()
-        device = str(next(model.parameters()).device)
         held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
+        if self._random_seed is None:
+            yield from dequantized_weights(folder, held)
+            return
+        device = str(next(model.parameters()).device)
         yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
 
 
@@ -214,7 +225,7 @@ class RankExtension:
 
     def rlframe_start(self) -> None:
         """Prepares the rank. Must be called once, after the model is loaded."""
-        install(self.model_runner)
+        self.rlframe_record = install(self.model_runner)
         model = self.model_runner.get_model()
         notes: LoadNotes = getattr(model, NOTES)
         self.rlframe_reload = LayerwiseReload(model, self.vllm_config, notes)
@@ -242,6 +253,15 @@ class RankExtension:
             logger.exception("weight sync: %s failed on vLLM rank %d", call, self.rank)
             failure = WeightSyncFailed(f"{call} on rank {self.rank} of vLLM: {error!r}")
         return pickle.dumps((result, failure, self.rlframe_reload.under_way))
+
+    def rlframe_take(self, wanted: list[tuple[str, int]]) -> bytes:
+        """See Extension."""
+        record, parallel = self.rlframe_record, self.vllm_config.parallel_config
+        # All ranks sample the same, unless each samples a part of the batch (an option of vLLM 0.32).
+        has_all = not getattr(parallel, "enable_batch_sharded_sampling", False)
+        if record is None or (has_all and self.rank % parallel.tensor_parallel_size):
+            return pickle.dumps([])
+        return pickle.dumps([record.take(key, count) for key, count in wanted])
 
     def rlframe_free_bytes(self) -> int:
         """Returns the bytes of this rank's device that no process uses."""

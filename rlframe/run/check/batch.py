@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from rlframe.environments.base import answers
+from rlframe.megatron.config.optimizer import Schedule
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import Schedule
 from rlframe.run.check.context import algorithm_of, architecture_of, online, response_limits
 from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault, Key

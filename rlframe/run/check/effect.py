@@ -11,7 +11,7 @@ from typing import Any
 from rlframe.cluster.config import Device
 from rlframe.environments.base import answers
 from rlframe.loops.alerts.config import ONLINE
-from rlframe.megatron.config.train import Schedule
+from rlframe.megatron.config.optimizer import Schedule
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.check.context import device_of, evaluates, online, samples
@@ -135,6 +135,12 @@ NEEDS = (
         lambda run: isinstance(run.rollout, ServedConfig) and device_of(run) is Device.CPU,
         "engines on a CPU",
         ("cluster",),
+    ),
+    Need(
+        ("rollout.sleep_level",),
+        lambda run: samples(run) and isinstance(run.rollout, ServedConfig) and not run.cluster.colocate,
+        "cluster.colocate=false, which gives engines devices of their own",
+        ("algorithm", "cluster"),
     ),
     Need(
         ("rollout.compile",),

@@ -51,10 +51,11 @@ def device_faults(found: Plan) -> Iterator[Fault]:
         )
     elif found.engine and not found.engine.holds_a_sequence:
         yield Fault(
-            "rollout.gpu_memory_utilization",
+            f"rollout.{found.engine.cache_setting}",
             "leaves no room for the keys and values of one sequence",
-            got=getattr(found.run.rollout, "gpu_memory_utilization", ""),
-            why=f"the weights take {found.engine.weights_bytes / 1e9:.1f} GB of each device",
+            got=getattr(found.run.rollout, found.engine.cache_setting, ""),
+            why=f"they take {found.engine.sequence_bytes / 1e9:.2f} GB of each device and the weights "
+            f"{found.engine.weights_bytes / 1e9:.1f}",
             hint=hint,
         )
 

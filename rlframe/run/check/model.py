@@ -10,7 +10,7 @@ import torch
 from rlframe.megatron.config.lora import faults as lora_faults
 from rlframe.megatron.config.lora import trained as lora_trained
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.models import adapters, hub, inspection, shards, tokenizer
+from rlframe.models import adapters, hub, inspection, remote_code, shards, tokenizer
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family
 from rlframe.run.check.context import architecture_of
@@ -36,6 +36,9 @@ def files(run: RunConfig) -> list[Fault]:
     architecture, _ = architecture_of(run)
     if architecture is None:
         return []
+    if run.model.trust_remote_code and not remote_code.named(hub.resolve(run.model)):
+        why = f"neither config.json nor tokenizer_config.json of {run.model.path} names code in its auto_map"
+        return [Fault(remote_code.KEY, "has no effect", got=True, why=why, hint="remove it")]
     return file_faults(run.model, architecture, num_outputs=architecture.num_outputs, key="model.path")
 
 

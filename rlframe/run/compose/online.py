@@ -92,14 +92,19 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
 
 
 def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) -> None:
-    """Builds all models and engines, at the same time where they have devices of their own."""
-    if not shared_gpu(parts):
+    """Builds all models and engines, at the same time unless engines measure the memory that the policy leaves."""
+    at_once = not (shared_gpu(parts) and parts.config.rollout.measures_memory)
+    if at_once:
         begin(engines)
     models_trained.start(parts)
+    if at_once:
+        # While the engines start.
+        models_trained.policy.warm_up_sync()
+    parts.start_up.done("policy")
     begin(engines)
     for group in engines:
         group.start()
-    parts.start_up.done("processes")
+    parts.start_up.done("engines")
 
 
 def ahead(config: RunConfig) -> bool:
@@ -114,8 +119,8 @@ def begin(groups: list[RolloutGroup]) -> None:
 
 
 def shared_gpu(parts: Parts) -> bool:
-    """Returns whether policy and engines take turns on GPUs. An engine measures the free memory of its GPU when it
-    starts, so that the policy must have its own by then."""
+    """Returns whether policy and engines are on the same GPUs. The policy must have its memory there before an engine
+    starts that measures what is free."""
     return parts.device.type == "cuda" and parts.config.cluster.colocate
 
 
@@ -157,7 +162,8 @@ def evaluation(
 def sharing(parts: Parts, models_trained: Trained, rollout: RolloutGroup) -> list[Sleeper]:
     """Returns the roles that take turns on shared devices."""
     # The engines sleep during training on a shared GPU; other models stay in memory, unless they are told to sleep too.
-    return [*([rollout] if shared_gpu(parts) else []), *models_trained.sleepers(parts)]
+    turns = shared_gpu(parts) and parts.config.rollout.sleeps
+    return [*([rollout] if turns else []), *models_trained.sleepers(parts)]
 
 
 def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: RolloutGroup) -> Probe:

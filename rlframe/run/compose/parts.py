@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from ray import cloudpickle
 
 from rlframe.algorithms.requirements import Requirements
 from rlframe.cluster import inspection, nodes, runtime
@@ -30,7 +32,7 @@ from rlframe.loops.saving.checkpoints import Checkpoints, read_state
 from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.driver.rank_group import RankGroup
-from rlframe.models import tokenizer
+from rlframe.models import remote_code, tokenizer
 from rlframe.models.chat_template import Exported, text_of
 from rlframe.models.hub import resolve
 from rlframe.run.check import check_device
@@ -44,6 +46,15 @@ from rlframe.utils.secrets import without_secrets
 logger = logging.getLogger(__name__)
 LOGS = "logs"
 """Folder of the workers' logs and of all marks."""
+
+
+def carry_code(folder: Path) -> None:
+    """Logs which code of a model's folder runs, and makes its tokenizer reach other processes."""
+    at = f"{remote_code.KEY}=true: code of {folder} runs here and in workers: {', '.join(remote_code.files(folder))}"
+    logger.warning("%s", at)
+    for module in remote_code.modules():
+        # Other processes have no such module until they load the tokenizer themselves.
+        cloudpickle.register_pickle_by_value(module)
 
 
 class Parts:
@@ -73,7 +84,10 @@ class Parts:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.latest = self.checkpoints.latest()
         self.trackers = list(self._trackers()) if config.mode is Mode.TRAIN else []
-        self.tokenizer = tokenizer.load(resolve(config.model), chat_template=config.data.chat_template)
+        folder = resolve(config.model)
+        self.tokenizer = tokenizer.load(folder, chat_template=config.data.chat_template)
+        if config.model.trust_remote_code:
+            carry_code(folder)
         self.num_nodes, self.num_cores = 1, len(os.sched_getaffinity(0))
         """Number of nodes of the run, and of CPU cores of the least of them. Known from `devices` on."""
         self.groups: list[RankGroup] = []

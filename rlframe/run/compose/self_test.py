@@ -20,7 +20,8 @@ from rlframe.loops.self_test.procedure import (
 from rlframe.loops.self_test.seen import Facts
 from rlframe.loops.self_test.verdict import FILE, judged, require_no_fault, table, worst, write
 from rlframe.loops.stop import Stop
-from rlframe.megatron.config.train import Dtype, Schedule, TrainConfig
+from rlframe.megatron.config.optimizer import Schedule
+from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.served.pending import stop_tokens

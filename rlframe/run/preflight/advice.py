@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlframe.megatron.config.optimizer import OptimizerName
 from rlframe.megatron.config.options import MomentDtype, Recompute, RecomputeConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
@@ -113,6 +114,14 @@ def sleep(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
         yield _train(run, "offload_optimizer", False, replace(run.train, offload_optimizer=True))
 
 
+def engine_sleep(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Yields that engines free their memory while the policy works."""
+    rollout = run.rollout
+    if plan.engine and plan.engine.shares and isinstance(rollout, ServedConfig) and not rollout.sleeps:
+        changed = replace(rollout, sleep_level=2)
+        yield Change("rollout.sleep_level", rollout.sleep_level, 2), replace(run, rollout=changed)
+
+
 def recompute(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
     """Yields that layers are computed twice instead of being kept."""
     if run.train.recompute is not Recompute.FULL:
@@ -125,6 +134,9 @@ def claim(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
     rollout = run.rollout
     if not (plan.engine and plan.cuda and isinstance(rollout, ServedConfig)):
         return
+    if rollout.kv_cache_gb is not None:
+        yield from cache_size(run, plan, rollout)
+        return
     least = plan.engine.weights_bytes + plan.engine.sequence_tokens * plan.engine.token_bytes * 4 + 2.5e9
     fitting = rollout.gpu_memory_utilization - max(0.0, plan.missing_bytes) / plan.accelerator.memory_bytes
     wanted = max(LOWEST_UTILIZATION, least / plan.accelerator.memory_bytes)
@@ -135,9 +147,21 @@ def claim(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
         yield change, replace(run, rollout=changed)
 
 
+def cache_size(run: RunConfig, plan: Plan, rollout: ServedConfig) -> Iterator[tuple[Change, RunConfig]]:
+    """Yields a cache as large as fits beside the others, of four sequences at least."""
+    assert plan.engine is not None and rollout.kv_cache_gb is not None
+    least = plan.engine.sequence_tokens * plan.engine.token_bytes * 4 / 1e9
+    new = int(100 * max(least, rollout.kv_cache_gb - max(0.0, plan.missing_bytes) / 1e9)) / 100
+    if 0 < new != rollout.kv_cache_gb:
+        changed = replace(rollout, kv_cache_gb=new)
+        yield Change("rollout.kv_cache_gb", rollout.kv_cache_gb, new), replace(run, rollout=changed)
+
+
 def moments(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Yields main weights without the bits that parameters have, then moments in bfloat16."""
+    """Yields main weights without the bits that parameters have, then moments in bfloat16: both AdamW's alone."""
     optimizer = run.train.optimizer
+    if optimizer.name != OptimizerName.ADAMW:
+        return
     if not plan.cuda or run.train.dtype != Dtype.BFLOAT16 or optimizer.cpu_offload_fraction:
         return
     if not optimizer.precision_aware:
@@ -183,15 +207,26 @@ def engine_split(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig
 
 
 def host(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
-    """Yields main weights and moments updated by the CPU."""
+    """Yields main weights and moments updated by the CPU, which AdamW alone has."""
     optimizer = run.train.optimizer
-    if plan.cuda and not optimizer.cpu_offload_fraction:
+    if plan.cuda and optimizer.name == OptimizerName.ADAMW and not optimizer.cpu_offload_fraction:
         changed = replace(optimizer, cpu_offload_fraction=1.0, precision_aware=False, moment_dtype=MomentDtype.FLOAT32)
         train = replace(run.train, optimizer=changed, offload_optimizer=run.train.offload_optimizer)
         yield _train(run, "optimizer.cpu_offload_fraction", 0.0, train)
 
 
-PROPOSALS: tuple[Proposal, ...] = (sleep, claim, recompute, tokens, moments, layout, engine_split, gradients, host)
+PROPOSALS: tuple[Proposal, ...] = (
+    engine_sleep,
+    sleep,
+    claim,
+    recompute,
+    tokens,
+    moments,
+    layout,
+    engine_split,
+    gradients,
+    host,
+)
 """In the order of what they cost: nothing that is learned changes before `moments`."""
 
 

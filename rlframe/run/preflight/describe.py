@@ -121,7 +121,7 @@ def _fits(plan: Plan, given: int | None) -> Iterator[str]:
         assert plan.engine is not None
         yield (
             f"no. The engine's cache of {plan.engine.cache_tokens:,} tokens holds no sequence of "
-            f"{plan.engine.sequence_tokens:,}: raise rollout.gpu_memory_utilization or rollout.tp"
+            f"{plan.engine.sequence_tokens:,}: raise rollout.{plan.engine.cache_setting} or rollout.tp"
         )
     if given is not None and given != plan.num_devices:
         more = "more than" if plan.num_devices > given else "fewer than"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
+from rlframe.rollout.served.cache import token_bytes
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.preflight import constants
 from rlframe.run.preflight.parts import Part, Phase, Process
@@ -43,11 +44,7 @@ class EngineMemory:
     def token_bytes(self) -> float:
         """Bytes of the keys and values of one token on one device, with its share of the sequence's states. Key heads
         that tp does not divide are copied."""
-        tp, shape = self.config.devices_per_engine, self.architecture
-        if shape.latent:
-            return shape.num_layers * (shape.latent.kv_rank + shape.latent.rotary_head_dim) * self.itemsize
-        layers = shape.num_layers - sum(shape.gated_delta_layers)
-        keys = 2 * layers * max(1, shape.num_kv_heads / tp) * shape.head_dim * self.itemsize
+        keys = token_bytes(self.architecture, tp=self.config.devices_per_engine, itemsize=self.itemsize)
         return keys + self.state_bytes / self.sequence_tokens
 
     @property
@@ -66,16 +63,28 @@ class EngineMemory:
         """Bytes of the key-value cache of one device; negative if the weights leave none."""
         if not isinstance(self.config, ServedConfig) or not self.cuda:
             return self.sequences * self.sequence_tokens * self.token_bytes
+        if self.config.cache_bytes is not None:
+            return self.config.cache_bytes
         claimed = self.config.gpu_memory_utilization * self.device_bytes
         return claimed - self.weights_bytes - constants.ENGINE_WORKSPACE_BYTES
+
+    @property
+    def cache_setting(self) -> str:
+        """The setting of `rollout` that decides the size of the cache."""
+        return "gpu_memory_utilization" if self.config.measures_memory else "kv_cache_gb"
 
     @property
     def holds_a_sequence(self) -> bool:
         """Returns whether the weights leave room for the keys and values of one sequence, if nothing else takes any."""
         if not isinstance(self.config, ServedConfig) or not self.cuda:
             return True
-        room = self.config.gpu_memory_utilization * self.device_bytes - self.weights_bytes
-        return room >= self.sequence_tokens * self.token_bytes
+        room = self.config.cache_bytes or self.config.gpu_memory_utilization * self.device_bytes - self.weights_bytes
+        return room >= self.sequence_bytes
+
+    @property
+    def sequence_bytes(self) -> float:
+        """Bytes of the keys and values of the longest sequence on one device."""
+        return self.sequence_tokens * self.token_bytes
 
     @property
     def cache_tokens(self) -> int:
@@ -90,11 +99,13 @@ class EngineMemory:
             return Process(role=self.role, resident=(weights,), work={Phase.GENERATION: (cache,)}, keeps=False)
         graphs = Part("CUDA graphs", 0.0 if self.config.enforce_eager else constants.GRAPH_BYTES, measured=False)
         workspace = Part("workspaces and context", constants.ENGINE_WORKSPACE_BYTES, measured=False)
+        if not (self.shares and self.config.sleeps):
+            return Process(role=self.role, resident=(weights, cache, graphs, workspace), keeps=False)
         asleep = Part("context of the engine asleep", constants.ENGINE_ASLEEP_BYTES, measured=False)
         return Process(
             role=self.role,
             resident=(weights, graphs, workspace),
-            asleep=(graphs, asleep) if self.shares else None,
+            asleep=(graphs, asleep),
             # Weights are awake for a sync, the cache is not.
             work={Phase.GENERATION: (cache,), Phase.SYNC: ()},
             keeps=False,

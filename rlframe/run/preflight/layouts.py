@@ -91,9 +91,9 @@ def _engines(plan: Plan, num_devices: int, *, own: bool) -> Iterator[RolloutConf
         yield rollout
     elif isinstance(rollout, ServedConfig):
         for tp in (size for size in (1, 2, 4, 8) if num_devices % size == 0):
-            claim = OWN_UTILIZATION if own else rollout.gpu_memory_utilization
             split = {"tp": tp, "expert_parallel": rollout.expert_parallel and tp > 1}
-            yield replace(rollout, **split, num_engines=num_devices // tp, gpu_memory_utilization=claim)
+            claim = {"gpu_memory_utilization": OWN_UTILIZATION} if own and rollout.measures_memory else {}
+            yield replace(rollout, **split, **claim, num_engines=num_devices // tp)
     else:
         yield replace(rollout, num_engines=num_devices)
 
@@ -133,7 +133,7 @@ def _fitting(plan: Plan, rollout: RolloutConfig, asked: RunConfig) -> Layout | N
     if plan.engine is not None and faults_of(other):
         return None
     shared = plan.engine is not None and plan.run.cluster.colocate and plan.cuda
-    if shared and isinstance(rollout, ServedConfig):
+    if shared and isinstance(rollout, ServedConfig) and rollout.measures_memory:
         left = _usable(plan) - other.devices[0].bytes_at(Phase.GENERATION)
         claim = int(100 * (rollout.gpu_memory_utilization + left / plan.accelerator.memory_bytes)) / 100
         if claim < CLAIMS[0]:

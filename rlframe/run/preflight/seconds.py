@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlframe.megatron.config.optimizer import OptimizerName
 from rlframe.megatron.config.options import Fp8Recipe
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.served.config import ServedConfig
@@ -205,7 +206,7 @@ class TrainerSeconds:
         return max(0.0, each * held * sparse * constants.LAUNCH_S - once_s * (3 if singly else 1))
 
     def update(self) -> float:
-        """Returns the seconds of gradient sums, AdamW and the gathering of parameters."""
+        """Returns the seconds of gradient sums, the optimizer and the gathering of parameters."""
         return max(self._update(stage) for stage in self.memory.stages())
 
     def _update(self, stage: StageWeights) -> float:
@@ -222,7 +223,17 @@ class TrainerSeconds:
             shard_bytes / (self.speeds.memory * constants.OPTIMIZER_BANDWIDTH)
             + moved * hidden / (link * constants.COLLECTIVE_EFFICIENCY)
             + self._host_update(stage)
+            + self._orthogonalization(stage)
         )
+
+    def _orthogonalization(self, stage: StageWeights) -> float:
+        """Returns the seconds of Muon's matrix products, which the ranks of a stage share; not measured."""
+        memory, optimizer = self.memory, self.memory.train.optimizer
+        if optimizer.name != OptimizerName.MUON:
+            return 0.0
+        count = memory.counter.orthogonalization(stage.layers, steps=optimizer.muon.newton_schulz_steps)
+        flops = self.speeds.flops * (1 if memory.itemsize == 2 else 1 / 16) * constants.DENSE_EFFICIENCY
+        return count / (memory.parallel.world / memory.parallel.pp) / flops
 
     def _host_update(self, stage: StageWeights) -> float:
         """Returns the seconds of the part that the CPU updates: 16 bytes a parameter at 25 GB/s, not measured."""

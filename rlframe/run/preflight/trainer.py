@@ -8,6 +8,7 @@ gradients whole on every rank, main weights and moments divided over the ranks t
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlframe.megatron.config.optimizer import OptimizerName
 from rlframe.megatron.config.options import Fp8Recipe, MomentDtype
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
@@ -89,10 +90,17 @@ class TrainerMemory:
             # With precision_aware they are the 16 bits that the parameters lack.
             yield Part("main weights", shard * (2 if optimizer.precision_aware else FLOAT32) * on_device)
         moment = 2 if optimizer.moment_dtype is MomentDtype.BFLOAT16 else FLOAT32
-        yield Part("moments", shard * 2 * moment * on_device)
+        yield Part("moments", (shard * 2 * moment - self.second_moments_of_matrices(stage)) * on_device)
         if train.fp8.recipe is not Fp8Recipe.OFF and self.cuda:
             matrices = stage.all - stage.head * (1 if self.architecture.tie_embeddings else 2)
             yield Part("weights in 8 bits, by rows and by columns", max(0, matrices) * 2)
+
+    def second_moments_of_matrices(self, stage: StageWeights) -> float:
+        """Returns the bytes that Muon does without, which has a momentum alone."""
+        if self.train.optimizer.name != OptimizerName.MUON:
+            return 0.0
+        dense, experts = self.counter.matrices(self.parallel, stage.layers)
+        return FLOAT32 * (dense / (self.parallel.dp * self.parallel.cp) + experts / self.parallel.edp)
 
     def _context(self) -> Iterator[Part]:
         if not self.cuda:

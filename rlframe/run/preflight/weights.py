@@ -1,12 +1,14 @@
 """Numbers of parameters of a rank, from the family's own shapes."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlframe.megatron.config.lora import ALL_LINEAR, LoraConfig
+from rlframe.megatron.config.optimizer import is_by_muon
 from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.muon.newton_schulz import operations
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import padded_vocab_size
 from rlframe.models.stages import chunk_layers
@@ -111,21 +113,44 @@ class Counter:
         """Returns the dense and the expert parameters of one layer, or of what is before or after all layers."""
         key = (parallel.tp, parallel.ep, parallel.etp, kind)
         if key not in self._parts:
-            shard = Shard(
-                tp_size=parallel.tp,
-                ep_size=parallel.ep,
-                etp_size=parallel.etp,
-                first_layer=layer,
-                num_layers=1 if isinstance(kind, LayerKind) else 0,
-                has_embedding=kind in ("embedding", "both ends"),
-                has_output=kind in ("output", "both ends"),
-                padded_vocab_size=padded_vocab_size(self.architecture, tp=parallel.tp),
-            )
-            shapes = self.family.parameters(self.architecture, shard)
+            shapes = self._shapes(parallel, layer, kind)
             sizes = {name: math.prod(shape) for name, shape in shapes.items()}
             experts = sum(size for name, size in sizes.items() if ".experts." in name)
             self._parts[key] = (sum(sizes.values()) - experts, experts)
         return self._parts[key]
+
+    def _shapes(self, parallel: Parallel, layer: int, kind: str | LayerKind = "layer") -> Mapping[str, tuple[int, ...]]:
+        shard = Shard(
+            tp_size=parallel.tp,
+            ep_size=parallel.ep,
+            etp_size=parallel.etp,
+            first_layer=layer,
+            num_layers=0 if kind in ("embedding", "output", "both ends") else 1,
+            has_embedding=kind in ("embedding", "both ends"),
+            has_output=kind in ("output", "both ends"),
+            padded_vocab_size=padded_vocab_size(self.architecture, tp=parallel.tp),
+        )
+        return self.family.parameters(self.architecture, shard)
+
+    def matrices(self, parallel: Parallel, layers: Sequence[int]) -> tuple[int, int]:
+        """Returns the dense and the expert parameters of a rank that Muon updates."""
+        dense = experts = 0
+        for layer in layers:
+            for name, shape in self._shapes(parallel, layer).items():
+                if is_by_muon(name):
+                    size = math.prod(shape)
+                    experts, dense = (experts + size, dense) if ".experts." in name else (experts, dense + size)
+        return dense, experts
+
+    def orthogonalization(self, layers: Sequence[int], *, steps: int) -> float:
+        """Returns the floating-point operations with which Muon orthogonalises the matrices of some layers, of all
+        ranks together."""
+        found = 0.0
+        for layer in layers:
+            for name, shape in self.tensors.items():
+                if f".layers.{layer}." in name and len(shape) > 1 and not is_other(name):
+                    found += math.prod(shape[:-2]) * operations(*shape[-2:], steps=steps)
+        return found
 
     def _adapters(self, parallel: Parallel, lora: LoraConfig, layer: int) -> tuple[int, int, int]:
         """Returns the trained dense and expert parameters of a layer on a rank, and the parameters they adapt."""
@@ -144,13 +169,18 @@ class Counter:
     def _matrices(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, shape in self.tensors.items():
             if f".layers.{layer}." in name and len(shape) == 2 and name.endswith(".weight"):
-                if not name.removesuffix(".weight").endswith(NOT_ADAPTED):
+                if not is_other(name):
                     yield name, shape
 
 
 def kind_of(architecture: Architecture, layer: int) -> LayerKind:
     """Returns the kind of a layer."""
     return LayerKind(is_sparse(architecture, layer), architecture.has_gated_delta_net(layer))
+
+
+def is_other(name: str) -> bool:
+    """Returns whether a tensor of a layer is a router's or a norm's, or a bias."""
+    return name.endswith("bias") or name.removesuffix(".weight").endswith(NOT_ADAPTED)
 
 
 def is_sparse(architecture: Architecture, layer: int) -> bool:

@@ -7,6 +7,7 @@ default) is no limit.
 """
 
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -131,11 +132,10 @@ class SharedMemory(Transport):
 
 
 def allocate(num_bytes: int) -> torch.UntypedStorage:
-    """Returns new memory that other processes can map: `share` finds it."""
-    # The file stays open as long as the process lives, as do its parameters.
-    fd = os.memfd_create("rlframe-weights", os.MFD_CLOEXEC)
-    os.ftruncate(fd, num_bytes)
-    return _map(f"/proc/{os.getpid()}/fd/{fd}", num_bytes)
+    """Returns new memory that other processes can map: `share` finds it. Its file is closed when it is freed."""
+    storage, fd = _create(num_bytes)
+    _close_with(storage, fd)
+    return storage
 
 
 def _view(parameters: Mapping[str, Tensor], copy: Copy, place: Place) -> Tensor:
@@ -149,12 +149,23 @@ def _share_storage(storage: torch.UntypedStorage) -> SharedStorage:
     if storage.filename and storage.filename.startswith(folder):
         fd = int(storage.filename.removeprefix(folder))
     else:
-        shared = allocate(storage.nbytes())
-        assert shared.filename, "a mapped file has a name"
-        fd = int(shared.filename.removeprefix(folder))
+        shared, fd = _create(storage.nbytes())
         shared.copy_(storage)
         getattr(storage, SWAP)(shared)
+        _close_with(storage, fd)
     return SharedStorage(fd, storage.nbytes(), os.fstat(fd).st_ino)
+
+
+def _create(num_bytes: int) -> tuple[torch.UntypedStorage, int]:
+    """Returns a new memory file as a storage, and its file descriptor, which stays open for other processes."""
+    fd = os.memfd_create("rlframe-weights", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return _map(f"/proc/{os.getpid()}/fd/{fd}", num_bytes), fd
+
+
+def _close_with(storage: torch.UntypedStorage, fd: int) -> None:
+    """Closes the file when the last tensor of the storage is freed."""
+    weakref.finalize(storage, os.close, fd).atexit = False
 
 
 def _open_storage(pid: int, storage: SharedStorage) -> torch.UntypedStorage:

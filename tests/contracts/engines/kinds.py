@@ -91,7 +91,7 @@ KINDS = {
             name="vllm",
             title="vLLM",
             core="EngineCore",
-            counts=lambda engine: [len(stream.token_ids) for stream in engine._running()],
+            counts=lambda engine: [engine._num_sampled(pending) for pending in engine._running()],
             same_samples=False,
             settings={"enforce_eager": True, "max_num_seqs": 32},
         ),

@@ -1,6 +1,7 @@
 """What only vLLM has: tensors that it repacks, and engines of several ranks on a CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,35 @@ def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(kind: Kind, fol
     sync.publish(version=1)
     model = transformers_model(folder, new)
     requests = make_requests(3, sampling=SamplingParams(temperature=0.8, max_tokens=12))
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        expected = nats(model, request, completion.token_ids.tolist())
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+    engine.close()
+
+
+@pytest.mark.parametrize("running", [param("vllm")], indirect=True)
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.8, "top_p": 0.9}, {"top_k": 5, "min_tokens": 10}, {"temperature": 0.0}, {"stop": ("1", "e")}],
+)
+def test_the_record_has_vllms_own_logprobs_bit_for_bit(case: Case, settings: dict[str, Any]):
+    """The batches are of more requests than run at once, whose responses end at different tokens."""
+    requests = make_requests(16, group_size=4, sampling=SamplingParams(max_tokens=24, **settings))
+    recorded = case.engine.generate(requests)
+    fetcher, case.engine._fetcher = case.engine._fetcher, None
+    own = case.engine.generate(requests)
+    case.engine._fetcher = fetcher
+    assert recorded == own
+    assert len({len(each.token_ids) for each in own}) > 1 or "min_tokens" in settings
+
+
+@pytest.mark.parametrize("kind", [param("vllm")])
+def test_requests_that_vllm_preempts_have_the_logprobs_of_their_tokens(kind: Kind, folder: Path):
+    """The cache has room for half of what they need."""
+    engine = kind.start(folder, max_model_len=256, engine_options={"block_size": 32, "num_gpu_blocks_override": 20})
+    engine.gate.commit(3)
+    requests = make_requests(12, sampling=SamplingParams(max_tokens=100, min_tokens=100))
+    model = transformers_model(folder, load_file(folder / "model.safetensors"))
     for request, completion in zip(requests, engine.generate(requests), strict=True):
         expected = nats(model, request, completion.token_ids.tolist())
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)

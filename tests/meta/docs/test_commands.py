@@ -129,7 +129,11 @@ def check_tool(name: str, line: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def inner(line: list[str]) -> list[str]:
-    """Returns the command as `python -m ...`, whichever way it is started: by the console script, or as a job."""
+    """Returns the command as `python -m ...`, whichever way it is started: by the console script, as a job, or in a
+    shell's loop, whose first round it is."""
+    if line[0] == "for":
+        variable, first = f"${line[1]}", line[3].rstrip(";")
+        return inner([word.replace(variable, first) for word in line[line.index("do") + 1 : line.index("&")]])
     if line[0] == "rlframe":
         tool = tool_of(line[1:])
         return ["python", "-m", f"{TOOL}{tool}", *line[2:]] if tool else [*MAIN, *line[1:]]

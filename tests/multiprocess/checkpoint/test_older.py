@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from rlframe.megatron.checkpoint.metadata import read_metadata
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.checkpoint.test_training_state import Likelihood, shares, state_of, whole
 from tests.multiprocess.distributed import run_distributed, save

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.algorithms.reference import ReferenceUpdateConfig
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.checkpoint.test_training_state import shares, train, whole
 from tests.multiprocess.distributed import run_distributed

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.optimizer import OptimizerConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.utils.errors import WeightsDrifted
 from rlframe.weight_sync.layout.memory import dirty_padding

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import split
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
@@ -78,7 +79,13 @@ def on_rank(rank: int, init_method: str, folder: pathlib.Path) -> dict[tuple, li
 
 
 def visit(
-    rank: int, init_method: str, folder: pathlib.Path, case: tuple[str, str, str], layout: str, is_first: bool
+    rank: int,
+    init_method: str,
+    folder: pathlib.Path,
+    case: tuple[str, str, str],
+    layout: str,
+    is_first: bool,
+    optimizer: OptimizerConfig = OPTIMIZER,
 ) -> dict[str, Any]:
     """Train from the start and save on the way, or go on from what was saved."""
     from rlframe.megatron.worker import parallel  # noqa: PLC0415 - see on_rank
@@ -89,17 +96,19 @@ def visit(
     trainer = Trainer(TrainerSetup(
         rank=rank, init_method=init_method.replace("|", "+"), device=torch.device("cpu"),
         model=ModelConfig(path=str(folder / model)),
-        train=TrainConfig(parallel=layout, dtype=dtype, optimizer=OPTIMIZER), seed=0, temperature=1.0,
+        train=TrainConfig(parallel=layout, dtype=dtype, optimizer=optimizer), seed=0, temperature=1.0,
         total_optimizer_steps=STEPS_BEFORE + STEPS_AFTER, timeout_s=60, with_reference=True,
     ))  # fmt: skip
+    earlier: list[dict[str, Any]] = []
     if is_first:
-        train(trainer, layout, range(STEPS_BEFORE))
+        earlier = train(trainer, layout, range(STEPS_BEFORE))
         state.mkdir(exist_ok=True)
         trainer.stage(state, copy=True)
     else:
         trainer.verify(state)
         trainer.load(state, num_optimizer_steps=STEPS_BEFORE)
     result = {
+        "earlier": earlier,
         "state": state_of(trainer),
         "reference": trainer.logprobs(shares(layout, 0)[trainer.coordinates.dp_rank], reference=True),
         "losses": train(trainer, layout, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)),
@@ -137,12 +146,14 @@ def state_of(trainer: Any) -> dict[str, dict[str, list]]:
     from rlframe.megatron.model.model import named_parameters  # noqa: PLC0415
 
     name_of = {each: name for name, each in named_parameters(trainer.model.chunks).items()}
-    kinds = {kind: {} for kind in ("param", "exp_avg", "exp_avg_sq")}
+    kinds = {kind: {} for kind in ("param", "exp_avg", "exp_avg_sq", "momentum_buffer")}
     for part in parts(trainer.optimizer):
         for parameter in part.model_param_gbuf_map:
             owned = part._get_model_param_range_map(parameter)["param"]
             tensors = part._get_main_param_and_optimizer_states(parameter)
             for kind, values in kinds.items():
+                if kind not in tensors:
+                    continue
                 whole = torch.full((parameter.numel(),), torch.nan)
                 whole[owned.start : owned.end] = tensors[kind].detach()
                 values[name_of[parameter]] = whole.view(parameter.shape)
@@ -153,6 +164,7 @@ def state_of(trainer: Any) -> dict[str, dict[str, list]]:
             for name, boxes in trainer.layout.boxes.items()
         }
         for kind, values in kinds.items()
+        if values
     }
 
 

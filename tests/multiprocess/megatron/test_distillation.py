@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.cluster.config import Device
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import Dtype, OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences

@@ -10,8 +10,9 @@ import transformers
 from safetensors.torch import load_file
 
 from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import OptimizerConfig, Recompute, TrainConfig
+from rlframe.megatron.config.train import Recompute, TrainConfig
 from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.config import HEAD, ModelConfig

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.options import KernelConfig
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import join, split
 from rlframe.models import shards
 from rlframe.models.config import ModelConfig

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.options import (
     CommunicationConfig,
     Dispatcher,
@@ -15,7 +16,7 @@ from rlframe.megatron.config.options import (
     RecomputeMethod,
 )
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlframe.megatron.config.train import OptimizerConfig, Schedule, TrainConfig
+from rlframe.megatron.config.optimizer import OptimizerConfig, Schedule
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import split
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences

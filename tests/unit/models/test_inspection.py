@@ -42,8 +42,8 @@ def spoiled(value: float, *place: int) -> torch.Tensor:
     ("changes", "sentence"),
     [
         ({"a": torch.ones(3, 4)}, r"1 tensors are of another shape: a has shape [3, 4], config.json calls for [4, 3]"),
-        ({"a": torch.ones(4, 3, dtype=torch.int8)}, "1 tensors must be of F32, F16, BF16: a is I8"),
-        ({"a": torch.ones(4, 3, dtype=torch.bool)}, "1 tensors must be of F32, F16, BF16: a is BOOL"),
+        ({"a": torch.ones(4, 3, dtype=torch.int8)}, "number format: a must be of F32, F16, BF16, got I8"),
+        ({"a": torch.ones(4, 3, dtype=torch.bool)}, "number format: a must be of F32, F16, BF16, got BOOL"),
         ({"b": torch.tensor([1.0, 1.0, float("nan")])}, "1 tensors hold NaN or infinity: b"),
         # 20 MB of 5,000,000 values: read whole while fewer than 12 tensors share the 256 MB.
         ({"norm": spoiled(float("-inf"), 2500, 17)}, "1 tensors hold NaN or infinity: norm"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlframe.megatron.config.train import Schedule
+from rlframe.megatron.config.optimizer import Schedule
 from rlframe.run import folder as output
 from rlframe.run.choices import CHOICES
 from rlframe.run.config import RunConfig

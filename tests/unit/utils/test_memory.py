@@ -1,5 +1,8 @@
 """Memory of this process."""
 
+import mmap
+import subprocess
+
 import numpy as np
 
 from rlframe.utils.memory import MemoryUse, of_role, used
@@ -20,6 +23,32 @@ def test_memory_that_is_used_is_seen_and_its_peak_stays() -> None:
 
 
 def test_a_role_uses_what_its_greediest_process_uses() -> None:
-    uses = [MemoryUse(current_bytes=3, peak_bytes=5), MemoryUse(current_bytes=2, peak_bytes=9)]
+    uses = [
+        MemoryUse(resident_bytes=3, resident_peak_bytes=5, own_bytes=1),
+        MemoryUse(resident_bytes=2, resident_peak_bytes=9, own_bytes=1),
+    ]
     assert of_role("policy", uses) == {"memory/policy_current_bytes": 3.0, "memory/policy_peak_bytes": 9.0}
     assert of_role("policy", []) == {}
+    on_gpu = MemoryUse(
+        resident_bytes=3, resident_peak_bytes=5, own_bytes=1, tensor_bytes=10, reserved_bytes=20, reserved_peak_bytes=30
+    )
+    assert of_role("policy", [on_gpu]) == {"memory/policy_current_bytes": 20.0, "memory/policy_peak_bytes": 30.0}
+
+
+def test_what_others_map_too_is_not_the_processes_own() -> None:
+    before = used()
+    shared = mmap.mmap(-1, 32 * MIB)
+    shared.write(b"x" * (32 * MIB))
+    during = used()
+    assert during.resident_bytes - before.resident_bytes > 24 * MIB
+    assert during.own_bytes - before.own_bytes < 24 * MIB
+    shared.close()
+
+
+def test_a_child_counts_where_that_is_asked() -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    try:
+        assert used(with_children=True).own_bytes > used().own_bytes
+    finally:
+        child.kill()
+        child.wait()

@@ -77,6 +77,23 @@ def test_sharing_again_moves_nothing() -> None:
     assert share(parameters) == first and flat.data_ptr() == address
 
 
+def open_files() -> set[str]:
+    """The memory files of weights that this process has open."""
+    links = {path.name: path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    return {name for name, target in links.items() if target.startswith("memfd:rlframe-weights")}
+
+
+def test_a_memory_file_is_open_as_long_as_a_tensor_has_its_memory() -> None:
+    before = open_files()
+    flat, parameters = flat_parameters()
+    handle = share(parameters)
+    assert open_files() - before == {str(handle.storages[0].fd)}
+    del flat, parameters["b"]
+    assert open_shared(handle)["a"].sum() == sum(range(2, 14))
+    del parameters
+    assert open_files() <= before
+
+
 def test_pull_copies_what_the_source_holds_now() -> None:
     tensors = {"a": (4, 3), "b": (6,)}
     source = record(lambda p, c: [p[name].copy_(c[name]) for name in tensors], flat_parameters()[1], tensors)

@@ -19,14 +19,15 @@ class GapCheck(Check):
         if not steps:
             yield skipped("gap", "no engine samples")
             return
-        limit = seen.limit_nats
         gaps = [step.gap for step in steps if step.gap]
         largest = max(gap.max_nats for gap in gaps)
         note = f" on average, {largest:.3g} at most"
-        yield bounded("gap of sampled tokens", max(gap.mean_nats for gap in gaps), limit, look=LOOK, note=note)
+        if seen.rounding:
+            note += f"; the last bit of every weight moves {seen.rounding.sampled_nats:.3g}"
         yield bounded(
-            "gap of fixed tokens", max(map(fixed, steps)), seen.limit_of_fixed_nats, look=LOOK, note=" on average"
+            "gap of sampled tokens", max(gap.mean_nats for gap in gaps), seen.limit_of_sampled, look=LOOK, note=note
         )
+        yield bounded("gap of fixed tokens", max(map(fixed, steps)), seen.limit_of_fixed, look=LOOK, note=" on average")
         yield by_position(seen)
         yield by_step(seen, [gap.mean_nats for gap in gaps])
 

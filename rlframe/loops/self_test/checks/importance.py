@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rlframe.loops.self_test.finding import Check, Finding, bounded, found, skipped
-from rlframe.loops.self_test.seen import Seen
+from rlframe.loops.self_test.seen import Limit, Seen
 
 
 class Importance(Check):
@@ -19,7 +19,7 @@ class Importance(Check):
         yield bounded(
             "ratio to the sampler",
             away,
-            seen.limit_nats,
+            Limit.of(seen.limit_nats),
             unit="from 1",
             note=" on average",
             look="trainer's probabilities divided by the engine's: see the gap",

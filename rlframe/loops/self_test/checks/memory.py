@@ -1,11 +1,12 @@
 """Check: no process keeps more memory with every step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from statistics import median
 
 from rlframe.loops.self_test.finding import Check, Finding, found, skipped
 from rlframe.loops.self_test.seen import Seen
+from rlframe.utils.memory import MemoryUse
 
 WARM_UP_STEPS = 2
 """Steps whose growth is that of caches and pools."""
@@ -28,8 +29,12 @@ class Memory(Check):
         if len(steps) < WARM_UP_STEPS or not names:
             yield skipped("memory", f"needs more than {WARM_UP_STEPS} steps")
             return
-        for where in ("host", "device"):
-            held = {name: [getattr(step.memory[name], f"{where}_bytes") for step in steps] for name in names}
+        measures: dict[str, Callable[[MemoryUse], int]] = {
+            "host": lambda memory: memory.own_bytes,
+            "device": lambda memory: memory.tensor_bytes,
+        }
+        for where, measure in measures.items():
+            held = {name: [measure(step.memory[name]) for step in steps] for name in names}
             slopes = {name: slope(sizes) for name, sizes in held.items()}
             sizes = {name: sizes[-1] for name, sizes in held.items()}
             if not any(sizes.values()):

@@ -35,7 +35,7 @@ class Sync(Check):
         yield bounded(
             "gap after the change",
             sync.gap_nats,
-            seen.limit_of_fixed_nats,
+            seen.limit_of_changed,
             look="some weights of an engine did not follow the trainer's, although their digests did: a layer that is "
             "left out of the sync, a second copy, or a cache",
             note=" on average",

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rlframe.cluster.config import Device
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import Dtype, OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.messages.microbatch import Microbatch, split
 from rlframe.models.config import ModelConfig
 from rlframe.ops.packing import stretch

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,19 +129,37 @@ def test_lengths_that_double_within_the_window_explode() -> None:
 
 
 def test_throughput_that_has_halved_is_said() -> None:
-    def alert() -> rules.Slow:
-        return rules.Slow(rules.SlowConfig(steps=2, earlier=4))
-
-    metric = "throughput/tokens_per_s"
-    found = first(alert(), metric, [100, 100, 100, 100, 50, 50])
+    found = slow_at([100, 100, 100, 100, 50, 50])
     assert found is not None and found[0] == 6 and "is 50 (median of the last 2 steps) and was 100 before" in found[1]
-    assert first(alert(), metric, [100, 10, 100, 100, 10, 100, 100, 51, 51]) is None
-    assert first(alert(), metric, [10, 10, 10, 10, 1000, 1000]) is None, "faster is no trouble"
+    assert slow_at([100, 10, 100, 100, 10, 100, 100, 51, 51]) is None
+    assert slow_at([10, 10, 10, 10, 1000, 1000]) is None, "faster is no trouble"
+    assert slow_at([100, 100, 100, 100, 50, 50], tokens=[1000] * 4 + [100] * 2) is None, "shorter responses"
+
+
+def slow_at(speeds: Sequence[float], *, tokens: Sequence[float] = (), least_s: float = 0.0) -> tuple[int, str] | None:
+    """Returns the first step at which `slow` speaks about so many tokens a second, in steps of 1000 tokens."""
+    alert = rules.Slow(rules.SlowConfig(steps=2, earlier=4, least_s=least_s))
+    for step, (speed, count) in enumerate(zip(speeds, tokens or [1000] * len(speeds), strict=True), start=1):
+        metrics = {"throughput/tokens_per_s": speed, "time/step_s": count / speed}
+        if sentence := alert.look(step, metrics):
+            return step, sentence
+    return None
+
+
+def test_throughput_must_stay_low_for_a_while() -> None:
+    # Steps of 10 s, then of 20 s. Of the slow ones the second and all after it count: 20, 40, 60 s.
+    fast, low = [100.0] * 4, [50.0] * 9
+    found = slow_at([*fast, *low], least_s=60)
+    assert found is not None and found[0] == 8 and "was 100 before" in found[1]
+    # Slow for longer than the earlier steps that are remembered: it is compared with those before it began.
+    found = slow_at([*fast, *low], least_s=160)
+    assert found is not None and found[0] == 13 and "was 100 before" in found[1]
+    assert slow_at([*fast, *low[:3], *fast, *low[:3]], least_s=60) is None, "it came and went"
 
 
 def series(seed: int) -> list[dict[str, float]]:
-    """Returns what a recorded run of the main job, of 500 steps, showed of the metrics that alerts look at. The first
-    seed's throughput is left out: other programs ran beside it, which `slow` rightly said."""
+    """Returns what a recorded run of the main job, of 500 steps, showed of the metrics that alerts look at. Other
+    programs ran beside the first seed: its throughput halved for a while."""
     columns: Mapping[str, list[float]] = json.loads((Path(__file__).parent / "main_job.json").read_text())[str(seed)]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -154,6 +172,13 @@ def test_the_main_job_has_no_alert(seed: int) -> None:
     for step, metrics in enumerate(steps, start=1):
         alerts.look(step, metrics)
     assert len(steps) == 500 and said == []
+
+
+def test_load_that_comes_and_goes_is_not_said() -> None:
+    impatient, alert = (rules.Slow(rules.SlowConfig(least_s=least_s)) for least_s in (0.0, 1200.0))
+    steps = series(0)
+    assert any(impatient.look(step, metrics) for step, metrics in enumerate(steps, start=1))
+    assert not any(alert.look(step, metrics) for step, metrics in enumerate(steps, start=1))
 
 
 def test_every_alert_can_speak_about_a_series() -> None:

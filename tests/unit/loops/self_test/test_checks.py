@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
-from rlframe.cluster.memory import MemoryInUse
 from rlframe.loops.self_test.checks import find_checks
 from rlframe.loops.self_test.checks.memory import slope
 from rlframe.loops.self_test.checks.seeds import shared_fraction
@@ -21,6 +20,7 @@ from rlframe.loops.self_test.seen import (
     Facts,
     Repeats,
     Resampled,
+    Rounding,
     Seen,
     StepSeen,
     SyncSeen,
@@ -34,6 +34,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
 from rlframe.utils.errors import ConfigError
+from rlframe.utils.memory import MemoryUse
 
 END = 2
 FIXED = [[-1.0, -2.0, -0.5], [-3.0]]
@@ -62,6 +63,10 @@ def groups() -> list[Group]:
     return made
 
 
+def memory_of(own_bytes: int) -> MemoryUse:
+    return MemoryUse(resident_bytes=2 * 10**9, resident_peak_bytes=2 * 10**9, own_bytes=own_bytes)
+
+
 def step(number: int, batch: TrainBatch) -> StepSeen:
     return StepSeen(
         step=number,
@@ -71,7 +76,7 @@ def step(number: int, batch: TrainBatch) -> StepSeen:
         engines=[FIXED, FIXED],
         gap=gap_of(batch, batch.rollout_logprobs),
         # Pools fill at first.
-        memory={"policy-0": MemoryInUse(host_bytes=10**9 + min(number, 2) * 10**8, device_bytes=0)},
+        memory={"policy-0": memory_of(10**9 + min(number, 2) * 10**8)},
     )
 
 
@@ -140,10 +145,7 @@ def doubled(seen: Seen) -> None:
 
 
 def leaking(seen: Seen) -> None:
-    seen.steps = [
-        replace(each, memory={"rollout-0": MemoryInUse(host_bytes=10**9 + each.step * 5 * 10**7, device_bytes=0)})
-        for each in seen.steps
-    ]
+    seen.steps = [replace(each, memory={"rollout-0": memory_of(10**9 + each.step * 5 * 10**7)}) for each in seen.steps]
 
 
 FAULTS: dict[str, tuple[str, Callable[[Any], object]]] = {
@@ -165,6 +167,15 @@ FAULTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "an engine's temperature": ("temperature", lambda seen: seen.gaps_by_temperature.update({1.0: 0.3, 0.5: 0.01})),
     "a trainer's temperature": ("temperature", lambda seen: seen.at_temperature.add_(0.1)),
     "samples are too likely": ("sampling", lambda seen: seen.entropies.add_(4.0)),
+    "no seed of a policy that is nearly certain": (
+        "seeds",
+        # Of 10 tokens 9 come again with any seed.
+        lambda seen: setattr(
+            seen,
+            "resampled",
+            Resampled(first=[[5] * 10] * 2, again=[[5] * 9 + [2]] * 2, others=[[5] * 9 + [3]] * 2),
+        ),
+    ),
     "no seed": ("seeds", lambda seen: setattr(seen, "resampled", replace(seen.resampled, again=[[9, 2], [9, 4]]))),
     "one seed": (
         "seeds",
@@ -209,6 +220,30 @@ def test_a_gap_is_over_sampled_tokens_by_position() -> None:
     assert gap.mean_ratio == pytest.approx((4 * math.exp(0.1) + 6) / 10)
     assert gap.bands[0].mean_nats == pytest.approx(0.1) and gap.bands[-1].mean_nats == 0
     assert sum(band.count for band in gap.bands) == 10
+
+
+def rounded(*, gap_nats: float, moved_nats: float, settings: SelfTestConfig | None = None) -> Verdict:
+    """The verdict on a gap in bfloat16, of a model that the last bit of every weight moves by `moved_nats`."""
+    seen = clean()
+    seen.facts, seen.settings = replace(seen.facts, float32=False), settings or seen.settings
+    seen.rounding = Rounding(sampled_nats=moved_nats, fixed_nats=moved_nats)
+    batch = batch_of(seen)
+    gap = gap_of(batch, batch.rollout_logprobs + gap_nats)
+    seen.steps = [replace(each, gap=gap) for each in seen.steps]
+    found = judged(find_checks(without=[], further=[]), seen)["gap"]
+    return next(each.verdict for each in found if each.what == "gap of sampled tokens")
+
+
+def test_the_limit_of_a_gap_in_bfloat16_is_what_rounding_does_to_this_model() -> None:
+    # SmolLM2-135M, as measured.
+    assert rounded(gap_nats=0.039, moved_nats=0.069) is Verdict.PASS
+    assert rounded(gap_nats=0.09, moved_nats=0.069) is Verdict.WARN
+    assert rounded(gap_nats=0.15, moved_nats=0.069) is Verdict.FAIL
+    # A model that rounding hardly moves keeps the least limit, a gap that harms is told whatever moves it.
+    assert rounded(gap_nats=0.019, moved_nats=0.001) is Verdict.PASS
+    assert rounded(gap_nats=0.039, moved_nats=0.001) is Verdict.WARN
+    assert rounded(gap_nats=0.12, moved_nats=0.5) is Verdict.WARN
+    assert rounded(gap_nats=0.039, moved_nats=0.5, settings=SelfTestConfig(gap_limit_nats=0.03)) is Verdict.FAIL
 
 
 def test_growth_counts_if_a_process_grows_in_every_step() -> None:

@@ -75,6 +75,17 @@ def faults(**values: Any) -> list[str]:
             {"moe": {"freeze_router": True, "z_loss_coefficient": 0.1}},
             "moe.freeze_router must be false with aux_loss_coefficient or z_loss_coefficient",
         ),
+        ({"optimizer": {"muon": {"momentum": 0.9}}}, "optimizer.muon has no effect with name=adamw"),
+        (
+            {"optimizer": {"name": "muon", "precision_aware": True}},
+            "optimizer.precision_aware must be false with name=muon",
+        ),
+        (
+            {"optimizer": {"name": "muon", "cpu_offload_fraction": 0.5}},
+            "optimizer.cpu_offload_fraction must be 0 with name=muon",
+        ),
+        ({"optimizer": {"name": "muon"}, "lora": {"rank": 4}}, "optimizer.name must be adamw with lora, got muon"),
+        ({"optimizer": {"skip_outlier_factor": 0.5}}, "optimizer.skip_outlier_factor must be above 1, got 0.5"),
     ],
 )
 def test_what_cannot_be_or_would_do_nothing_is_refused(values: dict[str, Any], message: str) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rlframe.megatron.config.optimizer import OptimizerConfig, Schedule
 from rlframe.megatron.config.schedule import learning_rate
-from rlframe.megatron.config.train import OptimizerConfig, Schedule
 
 
 def rates(total_steps: int, **settings: object) -> list[float]:

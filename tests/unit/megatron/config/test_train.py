@@ -2,8 +2,9 @@
 
 import pytest
 
+from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import OptimizerConfig, TrainConfig
+from rlframe.megatron.config.train import TrainConfig
 
 
 @pytest.mark.parametrize(

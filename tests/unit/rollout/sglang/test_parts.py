@@ -26,7 +26,11 @@ ALL = 1 << 30
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"gpu_memory_utilization": 1.0}, "gpu_memory_utilization must be below 1 for SGLang, got 1.0"),
         ({"max_model_len": 1}, "max_model_len must be at least 2, got 1"),
-        ({"sleep_level": 0}, "sleep_level must be at least 1, got 0"),
+        ({"sleep_level": 3}, "sleep_level must be at most 2, got 3"),
+        (
+            {"kv_cache_gb": 1.0, "gpu_memory_utilization": 0.4},
+            "kv_cache_gb and gpu_memory_utilization both decide the size of the cache",
+        ),
         ({"expert_parallel": True}, "expert_parallel needs tp above 1"),
         ({"temperature": 0.0}, "temperature must be above 0"),
     ],
@@ -109,6 +113,15 @@ def test_float32_is_refused_on_cuda_where_sglang_has_no_kernels_for_it():
         arguments_of(torch.float32, cuda=True)
     assert arguments_of(torch.float32, cuda=False)["dtype"] == "float32"
     assert arguments_of(torch.bfloat16, cuda=True)["enable_memory_saver"]
+
+
+def test_a_cache_of_a_given_size_holds_as_many_tokens_on_any_device():
+    # 2 layers of 4 heads of 16 numbers of 2 bytes, keys and values: 512 bytes a token, half of them on each of 2 ranks.
+    assert "max_total_tokens" not in arguments_of(torch.bfloat16, cuda=True)
+    assert arguments_of(torch.bfloat16, cuda=True, kv_cache_gb=0.1)["max_total_tokens"] == 195_312
+    assert arguments_of(torch.bfloat16, cuda=True, tp=2, kv_cache_gb=0.1)["max_total_tokens"] == 390_625
+    assert arguments_of(torch.bfloat16, cuda=False, kv_cache_gb=0.1)["max_total_tokens"] == 195_312
+    assert not arguments_of(torch.bfloat16, cuda=True, sleep_level=0)["enable_memory_saver"]
 
 
 def test_experts_are_shared_out_over_all_ranks_or_none():

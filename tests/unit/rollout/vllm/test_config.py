@@ -4,6 +4,7 @@ import pytest
 
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.launch import CPU_CACHE_BYTES, LEAST_CLAIM, memory_options
 
 
 def architecture(**changes: Any) -> Architecture:
@@ -31,7 +32,11 @@ def architecture(**changes: Any) -> Architecture:
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be at most 1, got 1.5"),
         ({"max_model_len": 1}, "max_model_len must be at least 2, got 1"),
-        ({"sleep_level": 0}, "sleep_level must be at least 1, got 0"),
+        ({"sleep_level": 3}, "sleep_level must be at most 2, got 3"),
+        (
+            {"kv_cache_gb": 1.0, "gpu_memory_utilization": 0.4},
+            "kv_cache_gb and gpu_memory_utilization both decide the size of the cache",
+        ),
         ({"expert_parallel": True}, "expert_parallel needs tp above 1"),
         ({"engine_options": {"stream_interval": 4}}, "engine_options must not hold stream_interval"),
         ({"temperature": 0.0}, "temperature must be above 0"),
@@ -68,3 +73,12 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_starts(values: dic
     assert len(found) == len(faults)
     for one, text in zip(found, faults, strict=True):
         assert one.startswith("rollout.") and text in one
+
+
+def test_an_engine_with_a_cache_of_a_given_size_asks_for_no_part_of_the_device():
+    of = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": None}
+    assert memory_options(VllmConfig(), cuda=True) == of
+    of = {"enable_sleep_mode": False, "gpu_memory_utilization": LEAST_CLAIM, "kv_cache_memory_bytes": 4_000_000_000}
+    assert memory_options(VllmConfig(kv_cache_gb=4, sleep_level=0), cuda=True) == of
+    assert memory_options(VllmConfig(), cuda=False)["kv_cache_memory_bytes"] == CPU_CACHE_BYTES
+    assert memory_options(VllmConfig(kv_cache_gb=0.5), cuda=False)["kv_cache_memory_bytes"] == 500_000_000

@@ -9,7 +9,6 @@ import pytest
 
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import PendingRequest, spelled
-from rlframe.rollout.vllm.launch import keep_merged_routes
 from rlframe.rollout.vllm.pending import follow, prompt, score, take
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
@@ -189,23 +188,3 @@ def test_a_scored_prompt_has_the_experts_of_all_tokens_but_the_last():
     assert scored.logprobs == [-1.0, -2.0]
     assert scored.routes is not None and scored.routes.tolist() == [[[3, 1]], [[0, 2]]]
     assert asyncio.run(score(sequence, Scoring(None), name="s")).routes is None
-
-
-def test_routes_survive_the_merging_of_pieces(monkeypatch: pytest.MonkeyPatch):
-    outputs = pytest.importorskip("vllm.outputs")
-
-    def forgetful(self: Any, next_output: Any, aggregate: bool) -> None:
-        """What 0.26 does with them."""
-        self.finished |= next_output.finished
-
-    def of(routes: np.ndarray | None, *, finished: bool) -> Any:
-        completion = outputs.CompletionOutput(0, "", [5], None, None, routed_experts=routes)
-        return outputs.RequestOutput("r", None, [1], None, [completion], finished)
-
-    monkeypatch.setattr(outputs.RequestOutput, "add", forgetful)
-    keep_merged_routes()
-    first, routes = of(None, finished=False), np.ones((2, 1, 2), dtype=np.uint8)
-    first.add(of(None, finished=False), aggregate=True)
-    assert first.outputs[0].routed_experts is None
-    first.add(of(routes, finished=True), aggregate=True)
-    assert first.outputs[0].routed_experts is routes and first.finished

@@ -59,6 +59,19 @@ def test_an_engine_without_room_for_a_sequence_is_refused(tmp_path: Path) -> Non
     assert len(faults) == 1 and faults[0].startswith("rollout.gpu_memory_utilization leaves no room")
 
 
+def test_engines_that_never_sleep_are_told_to_and_a_cache_that_is_too_large_to_shrink(tmp_path: Path) -> None:
+    settings = ("rollout.kv_cache_gb=70", "train.recompute=full", "train.offload_optimizer=true")
+    advice = list(map(str, advise(planned(tmp_path / "a", QWEN3_4B, "rollout.sleep_level=0", *settings))))
+    assert advice[0].startswith("rollout.sleep_level=2 (from 0) frees") and advice[0].endswith("the run fits")
+    assert any(each.startswith("rollout.kv_cache_gb=") and each.endswith("the run fits") for each in advice)
+
+
+def test_a_cache_of_a_given_size_that_holds_no_sequence_is_refused(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", QWEN3_4B, "rollout.kv_cache_gb=0.01", "train.recompute=full")
+    (fault,) = memory.device_faults(found)
+    assert str(fault).startswith("rollout.kv_cache_gb leaves no room for the keys and values of one sequence, got 0.01")
+
+
 def test_a_cpu_run_is_refused_only_if_weights_and_optimizer_alone_exceed_the_machine(tmp_path: Path) -> None:
     overrides = [f"model.path={folder(tmp_path / 'giant', GIANT)}", "train.parallel=d1", "cluster.device=cpu"]
     run = load("grpo_qwen3_moe", overrides)

@@ -76,6 +76,14 @@ def test_states_take_eighteen_bytes_a_parameter_and_are_shared_by_the_ranks_that
     assert part(four, Phase.TRAIN, "moments") == 8 * parameters / 4
 
 
+def test_a_matrix_of_muon_has_a_momentum_alone(tmp_path: Path) -> None:
+    four = planned(tmp_path / "a", MOE, "train.parallel=d8e4", "train.optimizer.name=muon")
+    experts = 48 * 128 * EXPERT / 4
+    attention = 48 * (ATTENTION - 2 * 128)
+    others = 48 * (2 * 128 + 2 * 2048 + 128 * 2048) + 2 * EMBEDDING + 2048
+    assert part(four, Phase.TRAIN, "moments") == 4 * (attention / 8 + experts / 2) + 8 * others / 8
+
+
 def test_experts_are_shared_by_their_own_copies(tmp_path: Path) -> None:
     found = planned(tmp_path / "a", MOE, "train.parallel=d8e4")
     experts = 48 * 128 * EXPERT / 4
@@ -116,6 +124,15 @@ def test_an_engine_claims_its_part_of_the_device_and_its_cache_is_the_rest(tmp_p
     assert engine is not None and engine.token_bytes == 147_456
     claimed = sum(part.bytes for part in engine.process().at(Phase.GENERATION) if part.name != "CUDA graphs")
     assert claimed == pytest.approx(found.accelerator.memory_bytes / 2)
+
+
+def test_an_engine_that_never_sleeps_holds_its_cache_beside_the_policy(tmp_path: Path) -> None:
+    never = ("rollout.sleep_level=0", "rollout.kv_cache_gb=20")
+    sleeps, stays = (planned(tmp_path / "a", QWEN3_4B, *settings) for settings in ((), never))
+    freed = {phase: stays.devices[0].bytes_at(phase) - sleeps.devices[0].bytes_at(phase) for phase in stays.phases}
+    assert stays.engine is not None and stays.engine.cache_bytes == 20e9
+    assert freed[Phase.TRAIN] == pytest.approx(20e9 + 2 * 4_022_468_096 + 1.5e9)
+    assert freed[Phase.SYNC] == pytest.approx(20e9)
 
 
 def test_a_process_that_does_not_sleep_keeps_the_memory_of_its_work() -> None:

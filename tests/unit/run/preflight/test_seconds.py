@@ -9,6 +9,7 @@ from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.families.qwen3_next import FAMILY as QWEN3_NEXT
 from rlframe.run.preflight import constants, seconds
+from rlframe.run.preflight.devices import KINDS
 from rlframe.run.preflight.seconds import Responses
 from tests.unit.run.preflight.models import MOE, QWEN3_4B, STATES, planned
 
@@ -80,3 +81,22 @@ def test_sampling_beside_training_hides_the_shorter_of_the_two(tmp_path: Path) -
     assert turns.total_seconds == pytest.approx(sum(turns.step_seconds.values()))
     sampling = beside.step_seconds["generation"]
     assert beside.total_seconds == pytest.approx(max(sampling, sum(beside.step_seconds.values()) - sampling))
+
+
+def test_muon_adds_the_products_that_orthogonalise_shared_by_the_ranks_of_a_stage(tmp_path: Path) -> None:
+    def update(*overrides: str) -> float:
+        plan = planned(tmp_path / "a", QWEN3_4B, *overrides)
+        return plan.timed(plan.trainer, plan.division).update()
+
+    speeds = KINDS["h200"].speeds
+    assert speeds is not None
+    hidden, queries, keys, width = 2560, 4096, 1024, 9728
+    shapes = [(hidden, queries)] * 2 + [(hidden, keys)] * 2 + [(hidden, width)] * 3
+    each = sum(4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3 for shape in shapes)
+    products = 36 * 5 * each / (speeds.flops * constants.DENSE_EFFICIENCY)
+    one = [update("train.parallel=d1", *own) for own in ((), ("train.optimizer.name=muon",))]
+    two = [update("train.parallel=d2", *own) for own in ((), ("train.optimizer.name=muon",))]
+    # Of two moments a matrix keeps one, which is read and written.
+    saved = 36 * sum(a * b for a, b in shapes) * 4 * 2 / (speeds.memory * constants.OPTIMIZER_BANDWIDTH)
+    assert one[1] - one[0] == pytest.approx(products - saved)
+    assert two[1] - two[0] == pytest.approx((products - saved) / 2)

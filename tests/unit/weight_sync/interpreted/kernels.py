@@ -10,6 +10,7 @@ from rlframe.weight_sync.layout.memory import MemoryLayout, record
 from rlframe.weight_sync.plan import copy_kernels as kernels
 from rlframe.weight_sync.proof import digest_kernels
 from rlframe.weight_sync.proof.digest import common_units, digest
+from rlframe.weight_sync.warm_up import compile_kernels
 
 CPU = torch.device("cpu")
 
@@ -110,3 +111,10 @@ def test_shares_follow_the_memory_and_find_a_twin_that_differs() -> None:
     mine["output"][2, 1] += 1
     with pytest.raises(WeightSyncFailed, match="tied: parameter output holds another copy of it that differs"):
         table.shares()
+
+
+def test_compiling_ahead_changes_nothing_in_memory() -> None:
+    mine = parameters(torch.bfloat16)
+    before = {name: value.clone() for name, value in mine.items()}
+    compile_kernels(sharded(mine), mine)
+    assert all(torch.equal(value, before[name]) for name, value in mine.items())

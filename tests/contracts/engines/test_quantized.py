@@ -1,0 +1,46 @@
+"""Every engine loads a quantised checkpoint as what it stands for: a trainer with the folder in bfloat16 proves its
+weights without a transfer, and it scores and samples the same, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rlframe.types.input import ModelInput
+from rlframe.types.rollout import SamplingParams
+from tests.contracts.engines.kinds import ENGINES, Kind, param
+from tests.contracts.engines.trainer import synced
+from tests.quantized_models import quantize
+from tests.rollout_models import make_requests, make_with_tokenizer
+
+pytestmark = pytest.mark.later
+FORMS = [
+    ("fp8", "qwen3_moe"),
+    pytest.param("int4", "qwen3_moe", marks=pytest.mark.thorough),
+    pytest.param("mxfp4", "gpt_oss", marks=pytest.mark.thorough),
+]
+SEQUENCES = [ModelInput(tuple(range(5, 5 + length))) for length in (3, 17, 40)]
+SAMPLING = SamplingParams(max_tokens=8, min_tokens=8)
+
+
+@pytest.mark.parametrize(("form", "model"), FORMS)
+@pytest.mark.parametrize("kind", [param(name) for name in ENGINES])
+def test_scores_and_samples_are_those_of_the_plain_folder(kind: Kind, form: str, model: str, tmp_path: Path) -> None:
+    if form == "mxfp4" and kind.name == "transformers":
+        pytest.skip("the embedded engine has no sliding windows")
+    make_with_tokenizer(model, tmp_path / "source", **({"moe_intermediate_size": 64} if form != "mxfp4" else {}))
+    quantize(tmp_path / "source", form, plain=tmp_path / "plain", quantized=tmp_path / "quantized")
+    weights = {name: each.float() for name, each in load_file(tmp_path / "plain" / "model.safetensors").items()}
+    found = []
+    for folder in ("plain", "quantized"):
+        engine = kind.start(tmp_path / folder)
+        try:
+            _, _, sync = synced(engine, weights)
+            sampled = engine.generate(make_requests(4, sampling=SAMPLING))
+            found.append(
+                (engine.score(SEQUENCES), [(each.token_ids.tolist(), list(each.logprobs)) for each in sampled])
+            )
+            sync.close()
+        finally:
+            engine.close()
+    assert found[0] == found[1]

@@ -19,8 +19,11 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from rlframe.models.families.base import Architecture, Family
@@ -62,6 +65,14 @@ LATENT = {
 }
 INDEXED = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 8}
 STACKED = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
+GATED_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
 CONFIGS: dict[str, list[PretrainedConfig]] = {
     "llama": [LlamaConfig(**SIZES), LlamaConfig(**SIZES, tie_word_embeddings=True)],
     "qwen2": [Qwen2Config(**SIZES), Qwen2Config(**SIZES, tie_word_embeddings=True)],
@@ -84,14 +95,21 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
     "deepseek_v32": [DeepseekV32Config(**(SIZES | ROUTED | LATENT | INDEXED))],
     "glm_moe_dsa": [GlmMoeDsaConfig(**(SIZES | ROUTED | LATENT | INDEXED))],
     "glm4_moe_lite": [Glm4MoeLiteConfig(**(SIZES | ROUTED | LATENT))],
+    "qwen3_next": [Qwen3NextConfig(**(SIZES | EXPERTS | GATED_DELTA_NET), shared_expert_intermediate_size=24)],
+    "qwen3_5_text": [Qwen3_5TextConfig(**SIZES, **GATED_DELTA_NET)],
+    "qwen3_5_moe_text": [
+        Qwen3_5MoeTextConfig(**(SIZES | EXPERTS | GATED_DELTA_NET), shared_expert_intermediate_size=24),
+    ],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
 }
 REFUSED = {
     "kimi_k25": "vision tower .* text_config as config.json",
+    "qwen3_5": "vision tower.*AutoModelForCausalLM",
+    "qwen3_5_moe": "vision tower",
     "gemma3": "vision tower",
     "gemma3_text": "the norms behind attention .* Megatron-Core 0.16.1",
 }
-DENSE = {"llama", "qwen2", "qwen3"}
+DENSE = {"llama", "qwen2", "qwen3", "qwen3_5_text"}
 WHOLE_EXPERTS = {"gpt_oss"}
 """Families whose experts no tensor parallelism cuts."""
 LAYOUTS = [

@@ -25,6 +25,13 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
         wanted |= {"use_te_activation_func": True, "bias_activation_fusion": False}
     if not fuses_rope(a, on_cpu=on_cpu):
         wanted["apply_rope_fusion"] = False
+    if a.zero_centered_norms:
+        wanted["layernorm_zero_centered_gamma"] = True
+    if a.output_gate:
+        wanted["attention_output_gate"] = True
+    if a.gated_delta_net:
+        # By it Megatron keeps layers apart in distributed checkpoints.
+        wanted["linear_attention_freq"] = [int(has) for has in a.gated_delta_layers]
     return wanted | _router_fields(a) | _latent_fields(a)
 
 
@@ -44,6 +51,8 @@ def _router_fields(a: Architecture) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if a.shared_ffn_hidden_size:
         fields["moe_shared_expert_intermediate_size"] = a.shared_ffn_hidden_size
+    if a.shared_expert_gate:
+        fields["moe_shared_expert_gate"] = True
     if a.router_scale != 1:
         fields["moe_router_topk_scaling_factor"] = a.router_scale
     if a.sigmoid_router:

@@ -96,6 +96,13 @@ FIELDS: dict[str, Rule] = {
     "use_qk_norm": FLAG,
     "rotary_dim": whole(2),
     "attn_type_list": WHOLES,
+    "shared_expert_intermediate_size": whole(1),
+    "full_attention_interval": whole(1, MOST_LAYERS),
+    "linear_conv_kernel_dim": whole(1, 1024),
+    "linear_key_head_dim": whole(1),
+    "linear_value_head_dim": whole(1),
+    "linear_num_key_heads": whole(1),
+    "linear_num_value_heads": whole(1),
     "swiglu_alpha": SCALE,
     "swiglu_limit": SCALE,
 }

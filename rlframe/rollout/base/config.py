@@ -164,6 +164,16 @@ class RolloutConfig:
         """
         yield from ()
 
+    def cpu_faults(self, architecture: "Architecture", *, trained: str) -> Iterator[Fault]:  # noqa: ARG002
+        """Yields a fault for every reason why an engine with these settings cannot run this model on a CPU.
+
+        Subclasses override it if their engine has other kernels there.
+
+        Args:
+            trained: the number format of the policy's parameters, `train.dtype`.
+        """
+        yield from ()
+
     def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """Yields a fault for every reason why engines with these settings cannot return routed experts.
 

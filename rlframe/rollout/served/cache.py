@@ -20,4 +20,5 @@ def token_bytes(architecture: Architecture, *, tp: int, itemsize: int) -> float:
         index = architecture.indexer.head_dim if architecture.indexer else 0
         return architecture.num_layers * ((latent.kv_rank + latent.rotary_head_dim) * itemsize + index)
     heads = max(1, architecture.num_kv_heads / tp)
-    return 2 * architecture.num_layers * heads * architecture.head_dim * itemsize
+    layers = architecture.num_layers - sum(architecture.gated_delta_layers)
+    return 2 * layers * heads * architecture.head_dim * itemsize

@@ -33,6 +33,9 @@ def split_faults(engine: str, architecture: Architecture, *, tp: int, ep: bool) 
         found.append(f"tp {tp} must divide num_attention_heads {heads} of {name}")
     if kv_heads % tp and tp % kv_heads:
         found.append(f"tp {tp} must divide num_kv_heads {kv_heads} of {name} or be a multiple of it")
+    if architecture.gated_delta_net and architecture.gated_delta_net.num_key_heads % tp:
+        keys = architecture.gated_delta_net.num_key_heads
+        found.append(f"tp {tp} must divide linear_num_key_heads {keys} of {name}")
     if not all(architecture.moe_layers) and ffn % tp:
         found.append(f"tp {tp} must divide ffn_hidden_size {ffn} of {name}")
     if architecture.num_experts and not ep and expert_ffn % tp:

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from rlframe.cluster.profiling.config import ProfileConfig, Tool
 from rlframe.models.families.base import Architecture
+from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.rollout.vllm import layout
 from rlframe.utils.errors import SettingError
@@ -83,6 +84,26 @@ class VllmConfig(ServedConfig):
         """See RolloutConfig."""
         yield from layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
         yield from ServedConfig.faults(self, architecture)
+
+    def cpu_faults(self, architecture: Architecture, *, trained: str) -> Iterator[Fault]:
+        """See RolloutConfig. Both are assertions of vLLM 0.32, at which its core would end after it has started."""
+        if architecture.gated_delta_net is None:
+            return
+        if (dtype := self.number_format(trained)) is not EngineDtype.BFLOAT16:
+            yield Fault(
+                "rollout.dtype",
+                f"must be bfloat16 for {architecture.model_type} on a CPU, where vLLM has no other kernel for gated "
+                "delta nets",
+                got=dtype,
+                hint="or use rollout.name=transformers",
+            )
+        if self.enable_prefix_caching:
+            yield Fault(
+                "rollout.enable_prefix_caching",
+                f"must be false for {architecture.model_type} on a CPU, where vLLM cannot keep the states of gated "
+                "delta nets",
+                got="true",
+            )
 
     def profile_faults(self, profile: ProfileConfig) -> Iterator[Fault]:
         """See RolloutConfig."""

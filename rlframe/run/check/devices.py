@@ -54,6 +54,8 @@ def engine(run: RunConfig) -> Iterator[Fault]:
     architecture, _ = architecture_of(run)
     if architecture and online(run):
         yield from run.rollout.faults(architecture)
+        if device_of(run) is Device.CPU:
+            yield from run.rollout.cpu_faults(architecture, trained=run.train.dtype)
 
 
 def transport(run: RunConfig) -> Iterator[Fault]:

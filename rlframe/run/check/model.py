@@ -19,6 +19,9 @@ from rlframe.utils.errors import CheckpointError
 from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
+JOINED = ".in_proj_qkv.weight"
+"""End of the name of the matrix of which a tensor-parallel rank holds several runs of rows."""
+
 
 def model(run: RunConfig) -> list[Fault]:
     """Checks that the model exists, has a family, and has heads that allow rotary positions."""
@@ -80,6 +83,15 @@ def lora(run: RunConfig) -> Iterator[Fault]:
         {name: len(shape) for name, shape in tensors.items()},
         vocabulary_fits=architecture.vocab_size % parallel.tp == 0,
     )
+    joined = [name for name in tensors if name.endswith(JOINED) and lora.adapts(name, homes[name], dimensions=2)]
+    if joined and parallel.tp > 1:
+        yield Fault(
+            "train.lora.exclude_modules",
+            f"must hold in_proj_qkv with tp {parallel.tp}",
+            why=f"of {joined[0]} a rank holds rows of queries, of keys and of values, and an adapter of one matrix "
+            "needs rows that follow each other",
+            hint="or use tp 1",
+        )
     if lora.path is None:
         return
     expected = {adapters.key(name, half): shape for name, half, shape in lora_trained(lora, homes, tensors)}

@@ -75,6 +75,8 @@ def model_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fau
         sizes = {"hidden_size": architecture.hidden_size}
         if not all(architecture.moe_layers):
             sizes["ffn_hidden_size / tp"] = architecture.ffn_hidden_size // parallel.tp
+        if net := architecture.gated_delta_net:
+            sizes["inputs of the gated delta net / tp"] = net.num_key_heads * net.projected // parallel.tp
         if architecture.num_experts:
             sizes["expert_ffn_hidden_size / etp"] = architecture.expert_ffn_hidden_size // parallel.etp
         for name, size in sizes.items():

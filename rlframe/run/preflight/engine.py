@@ -42,8 +42,21 @@ class EngineMemory:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of the keys and values of one token on one device. Key heads that tp does not divide are copied."""
-        return token_bytes(self.architecture, tp=self.config.devices_per_engine, itemsize=self.itemsize)
+        """Bytes of the keys and values of one token on one device, with its share of the sequence's states. Key heads
+        that tp does not divide are copied."""
+        keys = token_bytes(self.architecture, tp=self.config.devices_per_engine, itemsize=self.itemsize)
+        return keys + self.state_bytes / self.sequence_tokens
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the states of one sequence's gated delta nets on one device: of the rule in float32, and of the
+        convolution."""
+        net = self.architecture.gated_delta_net
+        if net is None:
+            return 0.0
+        rule = net.num_value_heads * net.key_head_dim * net.value_head_dim * 4
+        convolution = net.num_key_heads * net.conv_channels * (net.conv_kernel - 1) * self.itemsize
+        return sum(self.architecture.gated_delta_layers) * (rule + convolution) / self.config.devices_per_engine
 
     @property
     def cache_bytes(self) -> float:

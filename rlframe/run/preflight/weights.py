@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlframe.megatron.config.lora import ALL_LINEAR, LoraConfig
 from rlframe.megatron.config.optimizer import is_by_muon
@@ -15,14 +16,25 @@ from rlframe.models.stages import chunk_layers
 MODULES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
+    "linear_in": ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "linear_out": ("out_proj",),
     "linear_fc1": ("gate_proj", "up_proj", "w1", "w3"),
     "linear_fc2": ("down_proj", "w2"),
 }
 """Megatron's names of modules for train.lora.target_modules, and those of checkpoints."""
 INDEXER = ".indexer."
 """Part of the names of weights that are held and never trained."""
-NOT_ADAPTED = ("mlp.gate", "router", "block_sparse_moe.gate", "norm")
+NOT_ADAPTED = ("mlp.gate", "router", "block_sparse_moe.gate", "shared_expert_gate", "norm")
 """Ends of modules of a layer that have no adapter: routers and norms."""
+
+
+class LayerKind(NamedTuple):
+    """The kind of a layer. Layers of one kind have the same sizes."""
+
+    sparse: bool
+    """Whether it has experts."""
+    gated_delta: bool = False
+    """Whether it has a gated delta net."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +65,7 @@ class Counter:
 
     def __init__(self, family: Family, architecture: Architecture):
         self.family, self.architecture = family, architecture
-        self._parts: dict[tuple[int, int, int, str], tuple[int, int, int]] = {}
+        self._parts: dict[tuple[int, int, int, str | LayerKind], tuple[int, int, int]] = {}
         self._tensors: dict[str, tuple[int, ...]] | None = None
 
     @property
@@ -97,9 +109,9 @@ class Counter:
         )  # fmt: skip
 
     def _layer(self, parallel: Parallel, layer: int) -> tuple[int, int, int]:
-        return self._part(parallel, "sparse" if is_sparse(self.architecture, layer) else "plain", layer)
+        return self._part(parallel, kind_of(self.architecture, layer), layer)
 
-    def _part(self, parallel: Parallel, kind: str, layer: int = 0) -> tuple[int, int, int]:
+    def _part(self, parallel: Parallel, kind: str | LayerKind, layer: int = 0) -> tuple[int, int, int]:
         """Returns the dense and the expert parameters of one layer, or of what is before or after all layers, and those
         of the dense ones that are never trained."""
         key = (parallel.tp, parallel.ep, parallel.etp, kind)
@@ -111,13 +123,13 @@ class Counter:
             self._parts[key] = (sum(sizes.values()) - experts, experts, frozen)
         return self._parts[key]
 
-    def _shapes(self, parallel: Parallel, layer: int, kind: str = "plain") -> Mapping[str, tuple[int, ...]]:
+    def _shapes(self, parallel: Parallel, layer: int, kind: str | LayerKind = "layer") -> Mapping[str, tuple[int, ...]]:
         shard = Shard(
             tp_size=parallel.tp,
             ep_size=parallel.ep,
             etp_size=parallel.etp,
             first_layer=layer,
-            num_layers=1 if kind in ("plain", "sparse") else 0,
+            num_layers=0 if kind in ("embedding", "output", "both ends") else 1,
             has_embedding=kind in ("embedding", "both ends"),
             has_output=kind in ("output", "both ends"),
             padded_vocab_size=padded_vocab_size(self.architecture, tp=parallel.tp),
@@ -163,6 +175,11 @@ class Counter:
             if f".layers.{layer}." in name and len(shape) == 2 and name.endswith(".weight"):
                 if not is_other(name):
                     yield name, shape
+
+
+def kind_of(architecture: Architecture, layer: int) -> LayerKind:
+    """Returns the kind of a layer."""
+    return LayerKind(is_sparse(architecture, layer), architecture.has_gated_delta_net(layer))
 
 
 def is_other(name: str) -> bool:

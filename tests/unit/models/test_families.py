@@ -1,11 +1,14 @@
 """What config.json means, and where the pieces of fused parameters lie."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 
-from rlframe.models.families.base import ClampedGlu, IndexerDimensions, MLADimensions, Shard
+from rlframe.models.families.base import ClampedGlu, GatedDeltaNetDimensions, IndexerDimensions, MLADimensions, Shard
 from rlframe.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from rlframe.models.families.deepseek_v32 import FAMILY as DEEPSEEK_V32
 from rlframe.models.families.glm4_moe import FAMILY as GLM4_MOE
@@ -18,6 +21,8 @@ from rlframe.models.families.mixtral import FAMILY as MIXTRAL
 from rlframe.models.families.qwen2 import FAMILY as QWEN2
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
+from rlframe.models.families.qwen3_next import FAMILY as QWEN3_NEXT
+from rlframe.models.hub import load_family, read_config
 from rlframe.utils.errors import ConfigError
 from tests.unit.models.parameters import empty
 
@@ -67,6 +72,16 @@ STACKED = HF | {
     "sliding_window": 8,
     "num_hidden_layers": 2,
     "head_dim": 4,
+}
+STATES = MOE | {
+    "model_type": "qwen3_next",
+    "shared_expert_intermediate_size": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -160,6 +175,64 @@ def test_experts_of_deepseek_and_glm_are_read() -> None:
     assert (a.sigmoid_router, a.router_scale, a.router_groups) == (True, 2.5, 1)
     assert a.shared_ffn_hidden_size == 12  # two shared experts of width 6
     assert a.moe_layers == (False, True, True)
+
+
+def test_gated_delta_nets_are_read() -> None:
+    a = QWEN3_NEXT.architecture(STATES)
+    assert a.gated_delta_layers == (True, False, True, False)
+    assert a.gated_delta_net == GatedDeltaNetDimensions(
+        num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=5, conv_kernel=3
+    )
+    # Of a key head: a query and a key of 6, two values of 5, as many gates, and two numbers for each value.
+    assert (a.gated_delta_net.conv_channels, a.gated_delta_net.projected) == (22, 36)
+    assert (a.rotary_percent, a.head_dim) == (0.25, 256)  # transformers' own defaults
+    assert a.output_gate and a.qk_norm and a.zero_centered_norms and a.shared_expert_gate
+    assert [str(fault) for fault in a.faults(tp=2, ep=1, etp=1, cp=2)][:1] == [
+        "train.parallel: tp * cp 4 must divide linear_num_key_heads 2 of qwen3_next"
+    ]
+    every_fourth = QWEN3_NEXT.architecture({**STATES, "layer_types": None})
+    assert every_fourth.gated_delta_layers == (True, True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"linear_num_key_heads": None}, "linear_num_key_heads is missing"),
+        ({"linear_num_key_heads": 3}, "linear_num_key_heads 3 must divide linear_num_value_heads 4"),
+        ({"layer_types": ["linear_attention"]}, "layer_types must name 4 layers"),
+        ({"layer_types": ["chunked"] * 4}, "layer_types must be full_attention or linear_attention"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type must be silu"),
+        ({"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size is missing"),
+    ],
+)
+def test_what_a_gated_delta_net_cannot_be_is_refused_by_name(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        QWEN3_NEXT.architecture(STATES | extra)
+
+
+@pytest.mark.thorough
+def test_the_language_model_of_qwen3_5_is_saved_as_its_refusal_says(tmp_path: Path) -> None:
+    text = {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    text |= {"intermediate_size": 8, "vocab_size": 11, "layer_types": ["linear_attention", "full_attention"]}
+    seen = {"depth": 1, "hidden_size": 16, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=seen)
+    whole, language = tmp_path / "whole", tmp_path / "language"
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(whole)
+    with pytest.raises(ConfigError, match="model._weight_conversions = None; model.save_pretrained"):
+        load_family(whole).architecture(read_config(whole))
+    model = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype="auto")
+    model._weight_conversions = None
+    model.save_pretrained(language)
+    saved, before = load_file(language / "model.safetensors"), load_file(whole / "model.safetensors")
+    tensors = load_family(language).tensors(load_family(language).architecture(read_config(language)))
+    assert tensors == {name: tuple(value.shape) for name, value in saved.items()}
+    assert all(torch.equal(saved[name], before[name.replace("model.", "model.language_model.", 1)]) for name in saved)
 
 
 def test_latent_attention_is_read() -> None:

@@ -7,10 +7,11 @@ import pytest
 
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
+from rlframe.models.families.qwen3_next import FAMILY as QWEN3_NEXT
 from rlframe.run.preflight import constants, seconds
 from rlframe.run.preflight.devices import KINDS
 from rlframe.run.preflight.seconds import Responses
-from tests.unit.run.preflight.models import MOE, QWEN3_4B, planned
+from tests.unit.run.preflight.models import MOE, QWEN3_4B, STATES, planned
 
 RESULTS = Path(__file__).parents[4] / "examples/benchmarks/results"
 
@@ -40,6 +41,28 @@ def test_one_token_reads_its_own_experts_and_many_read_all(tmp_path: Path) -> No
     dense = 30_532_122_624 - experts - 151936 * 2048
     assert seconds.weights_read(found.engine, 1.0) == pytest.approx(2 * (dense + experts * 8 / 128))
     assert seconds.weights_read(found.engine, 1000.0) == pytest.approx(2 * (dense + experts))
+
+
+def test_gated_delta_nets_cost_the_same_at_any_length_and_keep_states() -> None:
+    architecture = QWEN3_NEXT.architecture(STATES)
+    one = seconds.operations(architecture, (0,), mean_length=1000.0, last=False)
+    inputs, values = 2 * 16 * 128 + 2 * 32 * 128 + 2 * 32, 32 * 128
+    experts = 2048 * 512 + 3 * 2048 * 512
+    assert one.dense == 2 * (2048 * (inputs + values) + experts)
+    assert one.attention == 2 * 32 * (64 * 5 * 128 + 3 * 128 * 128)
+    assert one == seconds.operations(architecture, (0,), mean_length=9000.0, last=False)
+    # The layer with keys and values has a gate for each query.
+    other = seconds.operations(architecture, (3,), mean_length=1000.0, last=False)
+    assert other.dense == 2 * (2048 * 256 * (3 * 16 + 2 * 2) + experts)
+    assert other.attention == 2 * 1000 * 16 * 256
+
+
+def test_an_engine_keeps_keys_and_values_of_every_fourth_layer_of_qwen3_next(tmp_path: Path) -> None:
+    engine = planned(tmp_path / "a", STATES).engine
+    assert engine is not None
+    assert engine.parameters == 79_674_391_296
+    assert engine.state_bytes == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert engine.token_bytes == 12 * 2 * 2 * 256 * 2 + engine.state_bytes / engine.sequence_tokens
 
 
 def test_micro_batches_are_whole_sequences_and_a_pipeline_waits_for_its_stages(tmp_path: Path) -> None:

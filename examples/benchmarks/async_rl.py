@@ -182,6 +182,11 @@ def stop(run: subprocess.Popen[bytes]) -> None:
     if run.poll() is None:
         run.send_signal(signal.SIGTERM)
         try:
+            run.wait(5)
+        except subprocess.TimeoutExpired:
+            # The second one ends it without a checkpoint.
+            run.send_signal(signal.SIGTERM)
+        try:
             run.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)

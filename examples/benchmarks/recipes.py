@@ -172,7 +172,7 @@ def overrides(case: Case, folder: Path) -> list[str]:
 def records(case: Case) -> Iterable[dict[str, Any]]:
     """Yields rows of the case's lengths, in words that are a token each."""
     for row in range(case.prompts * (WARM_UP + STEPS + 2)):
-        text = {"prompt": words(row, case.prompt_tokens - 4), "answer": "w7", "solution": "w7"}
+        text = {"prompt": words(row, case.prompt_tokens - 1), "answer": "w7", "solution": "w7"}
         text |= {"response": words(row + 1, case.response_tokens - 1)}
         text |= {
             "chosen": words(row + 2, case.response_tokens - 1),
@@ -186,8 +186,9 @@ def records(case: Case) -> Iterable[dict[str, Any]]:
 
 
 def words(seed: int, count: int) -> str:
-    """Returns `count` words of which no two rows have the same."""
-    return " ".join(f"w{3 + (seed * 7919 + place * 104729) % 100_000}" for place in range(count))
+    """Returns `count` words of a token each, which differ from row to row. None begins like the special tokens w1 and
+    w2, at which the tokenizer would cut it."""
+    return " ".join(f"w{30_000 + (seed * 7919 + place * 104729) % 60_000}" for place in range(count))
 
 
 def planned(case: Case, settings: list[str], folder: Path) -> dict[str, dict[str, float]]:

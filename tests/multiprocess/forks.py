@@ -141,7 +141,8 @@ def server() -> str:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.multiprocess.forks", address],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
     )
     atexit.register(process.kill)

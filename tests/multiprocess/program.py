@@ -85,7 +85,12 @@ class Program:
         module, arguments = "rlframe.main", ["--config-name", config, f"output={folder}", *overrides]
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._errors = (folder.parent / f"{folder.name}.stderr").open("w+")
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
+        variables = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "OMP_NUM_THREADS": "1",
+            **(environment or {}),
+        }
         self._held = folder.parent / f"{folder.name}.held"
         if held:
             assert not fresh, "a fresh process knows nothing of its test"

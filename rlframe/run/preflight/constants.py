@@ -59,6 +59,9 @@ LAUNCHES_PER_EXPERT = 1.5
 """Kernels for each expert of a rank, with train.kernels.cutlass_experts: qwen3_30b_a3b_cut_cutlass."""
 LAUNCHES_PER_EXPERT_SINGLY = 6.2
 """The same without it: qwen3_30b_a3b_cut."""
+REFERENCE_BANDWIDTH = 22e9
+"""Bytes a second at which a rank exchanges its weights with the reference's in host memory, pinned: dpo_4b, 0.74 s for
+twice 8.04 GB."""
 COLLECTIVE_EFFICIENCY = 0.52
 """All-to-all of tokens over the speed of a link, waits for the slowest rank included: qwen3_30b_a3b_ep2_cutlass, 325 ms
 for 66.5 GB."""

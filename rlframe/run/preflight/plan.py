@@ -15,7 +15,7 @@ from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.run.config import RunConfig
-from rlframe.run.preflight import seconds
+from rlframe.run.preflight import constants, seconds
 from rlframe.run.preflight.devices import Accelerator
 from rlframe.run.preflight.engine import EngineMemory
 from rlframe.run.preflight.parts import DeviceMemory, Phase, Process, total
@@ -235,8 +235,7 @@ class Plan:
         states = {part.name: part.bytes for part in self.trainer.states(stage)}
         on_device = 1.0 - train.optimizer.cpu_offload_fraction
         bytes_of_rank = 0.0
-        if self.algorithm.needs_reference and not train.lora and not self.algorithm.precomputes_reference:
-            bytes_of_rank += stage.all * self.trainer.itemsize
+        bytes_of_rank += self.reference_bytes
         if train.offload_optimizer:
             bytes_of_rank += states.get("main weights", 0.0) + states["moments"]
         if on_device < 1.0:
@@ -244,6 +243,14 @@ class Plan:
             shard += stage.trained_experts / self.parallel.edp
             bytes_of_rank += shard * 12 * (1.0 - on_device)
         return bytes_of_rank * min(self.parallel.world, self.devices_per_host)
+
+    @cached_property
+    def reference_bytes(self) -> float:
+        """Bytes of the reference's weights that a rank keeps in host memory, and exchanges with its own each step."""
+        needed = self.algorithm.needs_reference and not self.algorithm.precomputes_reference
+        if not needed or self.run.train.lora:
+            return 0.0
+        return max(stage.all for stage in self.trainer.stages()) * self.trainer.itemsize
 
     @property
     def resident_bytes(self) -> float:
@@ -264,6 +271,8 @@ class Plan:
         if forward:
             found["logprobs"] = forward * self.division.updates * policy.passes(backward=False)
             found["logprobs"] /= self.run.train.epochs_per_batch
+            # There and back.
+            found["logprobs"] += 2 * self.reference_bytes / constants.REFERENCE_BANDWIDTH
         found["train"] = self.division.updates * policy.optimizer_step()
         if self.critic_trainer:
             division = divide(self.workload, self.run.critic_train)

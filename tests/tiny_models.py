@@ -86,6 +86,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4MoeConfig", ROUTED | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "deepseek_v3": ("DeepseekV3Config", LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}),
     "deepseek_v3_yarn": ("DeepseekV3Config", LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 32, "pad_token_id": None}),
+    # Windows shorter than the sequences, so that one that is not there shows.
+    "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 6}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "pad_token_id": None}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 32,
+            "pad_token_id": None,
+            # Queries grow within the sequences.
+            "rope_parameters": YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "qwen3_yarn": ("Qwen3Config", {"head_dim": 32, "rope_parameters": YARN}),
+    "qwen2_linear": (
+        "Qwen2Config",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

@@ -12,11 +12,15 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from rlframe.models.families.base import Architecture, Family
@@ -73,9 +77,13 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
         DeepseekV3Config(**(SIZES | ROUTED | LATENT | {"q_lora_rank": None})),
     ],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
+    "seed_oss": [SeedOssConfig(**SIZES, head_dim=8)],
+    "mistral": [MistralConfig(**SIZES, sliding_window=None)],
+    "ministral3": [Ministral3Config(**SIZES, head_dim=8)],
+    "smollm3": [SmolLM3Config(**(SIZES | {"pad_token_id": None}))],
 }
 REFUSED = {"gemma3": "vision tower", "gemma3_text": "the norms behind attention .* Megatron-Core 0.16.1"}
-DENSE = {"llama", "qwen2", "qwen3"}
+DENSE = {"llama", "qwen2", "qwen3", "seed_oss", "mistral", "ministral3", "smollm3"}
 WHOLE_EXPERTS = {"gpt_oss"}
 """Families whose experts no tensor parallelism cuts."""
 LAYOUTS = [

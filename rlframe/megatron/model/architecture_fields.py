@@ -20,6 +20,8 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
         # Megatron counts the tokens to the left of the query.
         wanted["window_size"] = (a.sliding_window - 1, 0)
         wanted["window_attn_skip_freq"] = [int(windowed) for windowed in a.window_layers]
+    if a.no_rope_layers:
+        wanted["no_rope_freq"] = [int(without) for without in a.no_rope_layers]
     if a.clamped_glu:
         # Megatron then lets a module compute the activation: the one of `local_layers`, not Transformer Engine's.
         wanted |= {"use_te_activation_func": True, "bias_activation_fusion": False}
@@ -106,6 +108,8 @@ def model_arguments(architecture: Architecture) -> dict[str, Any]:
         return arguments
     if scaling["rope_type"] == "yarn":
         return arguments | {"position_embedding_type": "yarn"}
+    if scaling["rope_type"] == "linear":
+        return arguments | {"seq_len_interpolation_factor": float(scaling["factor"])}
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     faults = [
         Fault(

@@ -20,6 +20,7 @@ from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.cpu.attention import PackedAttention, RmsNorm
 from rlframe.megatron.cpu.local_layers import ExpertOutput, WholeLinear, clamped_glu
 from rlframe.megatron.model.architecture_fields import special_fields, yarn_attributes
+from rlframe.megatron.model.core_attention import adjusted
 from rlframe.megatron.model.training_fields import transformer_fields
 from rlframe.models.families.base import Architecture
 from rlframe.models.stages import chunk_layers
@@ -136,6 +137,8 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer in block.layer_specs:
             set_activation(architecture, layer)
+            attention = layer.submodules.self_attention.submodules
+            attention.core_attention = adjusted(architecture, attention.core_attention)
             if architecture.latent:
                 layer.submodules.self_attention.module = LatentAttention
         return block
@@ -166,7 +169,7 @@ def local_layer(architecture: Architecture, *, num_experts: int | None) -> Modul
     spec.submodules.input_layernorm = RmsNorm
     spec.submodules.pre_mlp_layernorm = RmsNorm
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = adjusted(architecture, PackedAttention)
     if latent:
         spec.submodules.self_attention.module = LatentAttention
         attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear

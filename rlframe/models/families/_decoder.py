@@ -27,13 +27,15 @@ class Decoder(Family):
     """The experts of the layers in `Architecture.moe_layers`."""
     default_theta = 10000.0
     """Value of rope_theta if config.json has none."""
-    rope_kinds: tuple[str, ...] = ("default", "llama3")
+    default_tie = False
+    """Value of tie_word_embeddings if config.json has none."""
+    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     partial_rope = False
     """Whether the family reads partial_rotary_factor."""
     attention_bias = False
     """Whether the family reads attention_bias."""
     windows = False
-    """Whether the family reads sliding_window and layer_types."""
+    """Whether the family reads sliding_window, and those that have it layer_types."""
 
     @abstractmethod
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +62,7 @@ class Decoder(Family):
             "rope_theta": rope.theta,
             "rope_scaling": rope.scaling,
             "rotary_percent": rope.percent,
-            "tie_embeddings": bool(hf.get("tie_word_embeddings")),
+            "tie_embeddings": self.default_tie if (tie := hf.get("tie_word_embeddings")) is None else tie,
             "moe_layers": (False,) * hf["num_hidden_layers"],
         }
         found = Architecture(**(fields | self.features(hf)))
@@ -172,6 +174,10 @@ def _contradictions(a: Architecture) -> list[str]:
         (
             len(a.window_layers) in (0, a.num_layers),
             f"layer_types must name {a.num_layers} layers, as num_hidden_layers says, got {len(a.window_layers)}",
+        ),
+        (
+            len(a.no_rope_layers) in (0, a.num_layers),
+            f"no_rope_layers must name {a.num_layers} layers, as num_hidden_layers says, got {len(a.no_rope_layers)}",
         ),
         (
             a.num_experts <= most_experts,

@@ -89,6 +89,9 @@ FIELDS: dict[str, Rule] = {
     "use_qk_norm": FLAG,
     "swiglu_alpha": SCALE,
     "swiglu_limit": SCALE,
+    "attention_out_bias": FLAG,
+    "no_rope_layers": WHOLES,
+    "no_rope_layer_interval": whole(1, MOST_LAYERS),
 }
 """Rules by key. A family decides about a key that is missing or null."""
 ROPE: dict[str, Rule] = {
@@ -105,6 +108,8 @@ ROPE: dict[str, Rule] = {
     "mscale": FROM_ZERO,
     "mscale_all_dim": FROM_ZERO,
     "truncate": FLAG,
+    "attention_factor": number(0, 1e6),
+    "llama_4_scaling_beta": FROM_ZERO,
 }
 """Rules for the values of rope_parameters and rope_scaling."""
 

@@ -38,6 +38,17 @@ class ClampedGlu:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QueryScaling:
+    """Queries late in a sequence are multiplied by 1 + strength * log(1 + floor((position + shift) / tokens)), so that
+    attention over many tokens stays sharp (scalable softmax, arXiv 2501.19399)."""
+
+    strength: float
+    tokens: int
+    shift: int = 0
+    """Number added to positions, which count from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """The architecture of a decoder-only model, independent of its family."""
 
@@ -59,12 +70,16 @@ class Architecture:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None = None
-    """Scaling of rotary positions, or None: the rule named by rope_type with its numbers, `llama3` (factor,
-    low_freq_factor, high_freq_factor, original_max_position_embeddings) or `yarn` (factor,
+    """Scaling of rotary positions, or None: the rule named by rope_type with its numbers, `linear` (factor), `llama3`
+    (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings) or `yarn` (factor,
     original_max_position_embeddings, beta_fast, beta_slow, mscale and mscale_all_dim, which may be None, and
     truncate)."""
     rotary_percent: float = 1.0
     """Fraction of each head that has rotary positions: its first dimensions."""
+    no_rope_layers: tuple[bool, ...] = ()
+    """[num_layers] True for layers without rotary positions. Empty if all have them."""
+    query_scaling: QueryScaling | None = None
+    """Scaling of queries by position: in `no_rope_layers` if there are any, otherwise in all layers."""
     tie_embeddings: bool = False
     """Whether the output layer is the embedding, so that the checkpoint has no lm_head.weight."""
     num_outputs: int | None = None

@@ -27,16 +27,21 @@ from tests.tiny_models import MODELS, make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]
 EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "gpt_oss"]
+VARIANTS = ["seed_oss", "mistral", "smollm3", "ministral3", "qwen3_yarn", "qwen2_linear"]
+"""Models made of parts that others have under more layouts."""
+OTHERS = [name for name in MODELS if name not in VARIANTS]
 LAYOUTS = {
-    "d1": list(MODELS),
-    "d1t2": list(MODELS),
-    "d1p2": list(MODELS),
+    "d1": OTHERS,
+    "d1t2": [*OTHERS, "seed_oss", "smollm3", "ministral3"],
+    "d1p2": [*OTHERS, "mistral", "smollm3", "qwen3_yarn"],
     "d2e2": EXPERTS,
     "d1c2": ["glm4_moe", "deepseek_v3"],
     "d1t2|ffn:d1t2": ["qwen3_moe", "glm4_moe"],
     "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss"],
 }
 """Each way in which a family's `load` cuts, for each family. All other layouts: test_gradient_matrix."""
+FURTHER = {layout: [name for name in VARIANTS if name not in LAYOUTS[layout]] for layout in ("d1", "d1t2", "d1p2")}
+"""The cells that `make test` leaves out."""
 PARTS = {
     "norms": "norm",
     "experts": "experts.",
@@ -47,7 +52,9 @@ PARTS = {
     "mlp": r"\.mlp\.",
 }
 """Parts of a model by the names of Hugging Face, of which the first that matches counts."""
-CASES = [(layout, name) for layout, names in LAYOUTS.items() for name in names]
+CASES, FURTHER_CASES = (
+    [(layout, name) for layout, names in layouts.items() for name in names] for layouts in (LAYOUTS, FURTHER)
+)
 
 
 def sequences() -> Sequences:
@@ -154,13 +161,24 @@ class Weighted:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """What `run` returns of the cases of `make test`."""
+    return run(CASES, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def further_results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """What `run` returns of the other cases."""
+    return run(FURTHER_CASES, tmp_path_factory)
+
+
+def run(all_cases: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
     """By layout and model: transformers' model, its folder, and what each rank has. Processes are started once for each
     number of ranks."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    folders = {name: tmp_path_factory.mktemp(name) for name in dict.fromkeys(name for _, name in all_cases)}
     references = {name: make(name, folder) for name, folder in folders.items()}
     found = {}
-    for world in sorted({Parallel.parse(layout).world for layout in LAYOUTS}):
-        cases = [case for case in CASES if Parallel.parse(case[0]).world == world]
+    for world in sorted({Parallel.parse(layout).world for layout, _ in all_cases}):
+        cases = [case for case in all_cases if Parallel.parse(case[0]).world == world]
         ranks = run_distributed(on_rank, world, [(layout, str(folders[name])) for layout, name in cases])
         for index, case in enumerate(cases):
             found[case] = references[case[1]], folders[case[1]], [rank[index] for rank in ranks]
@@ -171,6 +189,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], A
 def test_a_layout_equals_transformers_in_logprobs_gradients_and_export(
     case: tuple[str, str], results: dict[tuple[str, str], Any]
 ) -> None:
+    check_case(case, results)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", FURTHER_CASES, ids=" ".join)
+def test_further_cells_equal_transformers_in_logprobs_gradients_and_export(
+    case: tuple[str, str], further_results: dict[tuple[str, str], Any]
+) -> None:
+    check_case(case, further_results)
+
+
+def check_case(case: tuple[str, str], results: dict[tuple[str, str], Any]) -> None:
+    """One model under one layout."""
     (layout, name), (reference, folder, ranks) = case, results[case]
     reference.zero_grad()
     check(name, reference, load_file(folder / "model.safetensors"), ranks)

@@ -132,7 +132,11 @@ def test_llama3_rope_is_read_from_both_forms(rope: dict[str, Any]) -> None:
         ({"layer_types": ["sliding_attention"]}, "sliding window"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type must be default or llama3, got 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_type must be default or .* yarn, got .dynamic.",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn needs original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

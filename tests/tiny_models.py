@@ -110,6 +110,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Config",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
+    "olmo2": ("Olmo2Config", {"pad_token_id": None, "eos_token_id": None}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "pad_token_id": None,
+            "eos_token_id": None,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 32,
+            "pad_token_id": None,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

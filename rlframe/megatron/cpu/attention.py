@@ -29,13 +29,17 @@ class RmsNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
         self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns [..., H] normalised over H."""
+        weight = self.weight.float() + 1 if self.zero_centered else self.weight
         if hidden.dtype == torch.float32:
-            return RmsNormFunction.apply(hidden, self.weight, self.eps)
+            return RmsNormFunction.apply(hidden, weight, self.eps)
+        if self.zero_centered:
+            return F.rms_norm(hidden.float(), weight.shape, weight, self.eps).to(hidden.dtype)
         return F.rms_norm(hidden.float(), self.weight.shape, None, self.eps).to(hidden.dtype) * self.weight
 
 

@@ -3,6 +3,7 @@ GPTModel."""
 
 from typing import Any
 
+from rlframe.megatron.model.layer_parts import gelu_tanh
 from rlframe.models.families.base import Architecture
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -27,6 +28,17 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
         wanted |= {"use_te_activation_func": True, "bias_activation_fusion": False}
     if not fuses_rope(a, on_cpu=on_cpu):
         wanted["apply_rope_fusion"] = False
+    if a.qk_norm_whole:
+        # With the plain switch Megatron sums the gradients of these norms over tensor-parallel ranks, which have
+        # different elements of them. With the other it takes the norms that the specification names.
+        wanted |= {"qk_layernorm": False, "qk_l2_norm": True}
+    if a.zero_centered_norms:
+        wanted["layernorm_zero_centered_gamma"] = True
+    if a.softmax_scale is not None:
+        wanted["softmax_scale"] = a.softmax_scale
+    if a.gelu:
+        # Megatron's fused kernels have this one under the name of the exact gelu, which they replace by it.
+        wanted |= {"activation_func": gelu_tanh, "bias_activation_fusion": False}
     return wanted | _router_fields(a) | _latent_fields(a)
 
 

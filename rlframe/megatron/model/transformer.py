@@ -20,7 +20,7 @@ from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.cpu.attention import PackedAttention, RmsNorm
 from rlframe.megatron.cpu.local_layers import ExpertOutput, WholeLinear, clamped_glu
 from rlframe.megatron.model.architecture_fields import special_fields, yarn_attributes
-from rlframe.megatron.model.core_attention import adjusted
+from rlframe.megatron.model.layer_parts import set_parts
 from rlframe.megatron.model.training_fields import transformer_fields
 from rlframe.models.families.base import Architecture
 from rlframe.models.stages import chunk_layers
@@ -137,13 +137,13 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer in block.layer_specs:
             set_activation(architecture, layer)
-            attention = layer.submodules.self_attention.submodules
-            attention.core_attention = adjusted(architecture, attention.core_attention)
+            set_parts(architecture, config, layer, norm=block.layer_norm)
             if architecture.latent:
                 layer.submodules.self_attention.module = LatentAttention
         return block
     sparse, dense = (
-        local_layer(architecture, num_experts=num_experts) for num_experts in (architecture.num_experts or None, None)
+        local_layer(architecture, config, num_experts=num_experts)
+        for num_experts in (architecture.num_experts or None, None)
     )
     offset = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)
@@ -152,7 +152,7 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
 
 
-def local_layer(architecture: Architecture, *, num_experts: int | None) -> ModuleSpec:
+def local_layer(architecture: Architecture, config: TransformerConfig, *, num_experts: int | None) -> ModuleSpec:
     """Returns Megatron's local layer with rlframe's norm and attention, because Megatron's support neither packing nor
     SP."""
     latent = architecture.latent is not None
@@ -169,7 +169,7 @@ def local_layer(architecture: Architecture, *, num_experts: int | None) -> Modul
     spec.submodules.input_layernorm = RmsNorm
     spec.submodules.pre_mlp_layernorm = RmsNorm
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = adjusted(architecture, PackedAttention)
+    attention.core_attention = PackedAttention
     if latent:
         spec.submodules.self_attention.module = LatentAttention
         attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
@@ -179,6 +179,7 @@ def local_layer(architecture: Architecture, *, num_experts: int | None) -> Modul
     if architecture.linear_bias and num_experts:
         submodules(submodules(spec.submodules.mlp).experts).linear_fc2 = ExpertOutput
     set_activation(architecture, spec)
+    set_parts(architecture, config, spec, norm=RmsNorm)
     return spec
 
 

@@ -24,7 +24,8 @@ class GroupedAttention(LayerSpec):
         if a.linear_bias:
             shapes["self_attn.o_proj.bias"] = (a.hidden_size,)
         if a.qk_norm:
-            shapes |= {"self_attn.q_norm.weight": (a.head_dim,), "self_attn.k_norm.weight": (a.head_dim,)}
+            of_queries, of_keys = (queries, keys) if a.qk_norm_whole else (a.head_dim, a.head_dim)
+            shapes |= {"self_attn.q_norm.weight": (of_queries,), "self_attn.k_norm.weight": (of_keys,)}
         if a.sinks:
             shapes["self_attn.sinks"] = (a.num_attention_heads,)
         return shapes
@@ -41,7 +42,9 @@ class GroupedAttention(LayerSpec):
         if a.qkv_bias:
             shapes["self_attention.linear_qkv.bias"] = (fused,)
         if a.qk_norm:
-            shapes |= {f"self_attention.{name}_layernorm.weight": (a.head_dim,) for name in ("q", "k")}
+            of_keys = a.num_kv_heads * a.head_dim // shard.tp_size
+            for name, width in (("q", queries), ("k", of_keys)):
+                shapes[f"self_attention.{name}_layernorm.weight"] = (width if a.qk_norm_whole else a.head_dim,)
         if a.sinks:
             shapes["self_attention.core_attention.softmax_offset"] = (a.num_attention_heads // shard.tp_size,)
         return shapes
@@ -50,20 +53,22 @@ class GroupedAttention(LayerSpec):
         ours, theirs = parameters.within("self_attention."), checkpoint.within("self_attn.")
         groups = a.num_kv_heads // shard.tp_size
         queries = a.num_attention_heads // a.num_kv_heads
-        mine = slice(shard.tp_rank * groups, (shard.tp_rank + 1) * groups)
+        of_rank = slice(shard.tp_rank * groups, (shard.tp_rank + 1) * groups)
         for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
             # [groups, queries + 2, head_dim, ...]: per group its query heads, its key, its value.
             fused = ours[f"linear_qkv.{kind}"].unflatten(0, (groups, queries + 2, a.head_dim))
             heads = {"q": fused[:, :queries], "k": fused[:, queries : queries + 1], "v": fused[:, queries + 1 :]}
             for name, part in heads.items():
                 tensor = theirs[f"{name}_proj.{kind}"]
-                part.copy_(tensor.unflatten(0, (a.num_kv_heads, -1, a.head_dim))[mine])
+                part.copy_(tensor.unflatten(0, (a.num_kv_heads, -1, a.head_dim))[of_rank])
         ours["linear_proj.weight"].copy_(columns(theirs["o_proj.weight"], shard.tp_rank, shard.tp_size))
         if a.linear_bias:
             ours["linear_proj.bias"].copy_(theirs["o_proj.bias"])
         if a.qk_norm:
             for name in ("q", "k"):
-                ours[f"{name}_layernorm.weight"].copy_(theirs[f"{name}_norm.weight"])
+                norm = theirs[f"{name}_norm.weight"]
+                mine = rows(norm, shard.tp_rank, shard.tp_size) if a.qk_norm_whole else norm
+                ours[f"{name}_layernorm.weight"].copy_(mine)
         if a.sinks:
             ours["core_attention.softmax_offset"].copy_(rows(theirs["sinks"], shard.tp_rank, shard.tp_size))
 

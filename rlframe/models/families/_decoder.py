@@ -13,13 +13,12 @@ from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, under
 from rlframe.models.families._mlp import Experts, Mlp
 from rlframe.models.families.base import Architecture, Family, Shard, faults_to_error
 
-NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-"""Megatron's and Hugging Face's names of the two norms of a layer."""
-
 
 class Decoder(Family):
     """Base of the families whose checkpoints use the names of Llama. A family supplies its parts and its features."""
 
+    norms: Mapping[str, str] = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    """Megatron's and Hugging Face's names of the norms of a layer, in width H."""
     attention: LayerSpec = GroupedAttention()
     mlp: LayerSpec = Mlp()
     """The MLP of the layers that are not in `Architecture.moe_layers`."""
@@ -89,7 +88,7 @@ class Decoder(Family):
         shapes: Shapes = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
         for layer, sparse in enumerate(a.moe_layers):
             own = self.attention.tensors(a) | (self.experts if sparse else self.mlp).tensors(a)
-            own |= {f"{name}.weight": (a.hidden_size,) for name in NORMS.values()}
+            own |= {f"{name}.weight": (a.hidden_size,) for name in self.norms.values()}
             shapes |= under(f"model.layers.{layer}.", own)
         shapes["model.norm.weight"] = (a.hidden_size,)
         if a.num_outputs:
@@ -107,7 +106,7 @@ class Decoder(Family):
         for layer in range(shard.num_layers):
             own = self.attention.parameters(a, shard)
             own |= (self.experts if a.moe_layers[shard.first_layer + layer] else self.mlp).parameters(a, shard)
-            own |= {f"{name}.weight": (a.hidden_size,) for name in NORMS}
+            own |= {f"{name}.weight": (a.hidden_size,) for name in self.norms}
             shapes |= under(f"decoder.layers.{layer}.", own)
         if shard.has_output:
             shapes["decoder.final_layernorm.weight"] = (a.hidden_size,)
@@ -133,7 +132,7 @@ class Decoder(Family):
             ours, theirs = Scope(parameters, f"decoder.layers.{layer}."), Scope(checkpoint, f"model.layers.{number}.")
             self.attention.load(ours, theirs, architecture, shard)
             (self.experts if architecture.moe_layers[number] else self.mlp).load(ours, theirs, architecture, shard)
-            for target, source in NORMS.items():
+            for target, source in self.norms.items():
                 ours[f"{target}.weight"].copy_(theirs[f"{source}.weight"])
         if shard.has_output:
             parameters["decoder.final_layernorm.weight"].copy_(checkpoint["model.norm.weight"])

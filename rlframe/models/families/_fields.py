@@ -92,6 +92,11 @@ FIELDS: dict[str, Rule] = {
     "attention_out_bias": FLAG,
     "no_rope_layers": WHOLES,
     "no_rope_layer_interval": whole(1, MOST_LAYERS),
+    "sliding_window_pattern": whole(1, MOST_LAYERS),
+    "rope_local_base_freq": number(0, 1e15),
+    "query_pre_attn_scalar": number(0, 1e6),
+    "hidden_activation": TEXT,
+    "use_bidirectional_attention": FLAG,
 }
 """Rules by key. A family decides about a key that is missing or null."""
 ROPE: dict[str, Rule] = {

@@ -76,6 +76,8 @@ class Architecture:
     truncate)."""
     rotary_percent: float = 1.0
     """Fraction of each head that has rotary positions: its first dimensions."""
+    window_rope_theta: float | None = None
+    """The rope_theta, without scaling, of the layers of `window_layers`. None if their positions are those of all."""
     no_rope_layers: tuple[bool, ...] = ()
     """[num_layers] True for layers without rotary positions. Empty if all have them."""
     query_scaling: QueryScaling | None = None
@@ -90,6 +92,20 @@ class Architecture:
     """Whether query, key and value projections have a bias."""
     qk_norm: bool = False
     """Whether query and key heads pass an RMSNorm of width head_dim."""
+    qk_norm_whole: bool = False
+    """Whether that norm is over all heads together instead, with a weight for each of their elements."""
+    softmax_scale: float | None = None
+    """Factor of the products of queries and keys. None for the root of 1 / head_dim."""
+    norm_before: bool = True
+    """Whether attention and MLP get their input through a norm."""
+    norm_after: bool = False
+    """Whether the output of attention and MLP passes a norm before it is added to the residual stream."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight. The norm inside a gated delta net multiplies by its weight."""
+    gelu: bool = False
+    """Whether the MLP's gate passes gelu, in its tanh approximation, instead of silu."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings as inputs of the first layer."""
     latent: MLADimensions | None = None
     """Multi-head latent attention, or None if the attention is not latent."""
     sliding_window: int = 0

@@ -27,12 +27,12 @@ from tests.tiny_models import MODELS, make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]
 EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "gpt_oss"]
-VARIANTS = ["seed_oss", "mistral", "smollm3", "ministral3", "qwen3_yarn", "qwen2_linear"]
+VARIANTS = ["seed_oss", "mistral", "smollm3", "ministral3", "qwen3_yarn", "qwen2_linear", "olmo2", "olmo3"]
 """Models made of parts that others have under more layouts."""
 OTHERS = [name for name in MODELS if name not in VARIANTS]
 LAYOUTS = {
     "d1": OTHERS,
-    "d1t2": [*OTHERS, "seed_oss", "smollm3", "ministral3"],
+    "d1t2": [*OTHERS, "seed_oss", "smollm3", "ministral3", "olmo3"],
     "d1p2": [*OTHERS, "mistral", "smollm3", "qwen3_yarn"],
     "d2e2": EXPERTS,
     "d1c2": ["glm4_moe", "deepseek_v3"],

@@ -32,10 +32,11 @@ def shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
         found["embedding.word_embeddings.weight"] = (vocab, hidden)
     for layer in range(shard.num_layers):
         prefix = f"decoder.layers.{layer}."
-        found[f"{prefix}input_layernorm.weight"] = (hidden,)
+        norms = ["input_layernorm", "pre_mlp_layernorm"] if a.norm_before else []
+        norms += ["self_attn_bda.norm", "mlp_bda.norm"] if a.norm_after else []
+        found |= {f"{prefix}{norm}.weight": (hidden,) for norm in norms}
         attention = latent_shapes(a, shard.tp_size) if a.latent else attention_shapes(a, shard.tp_size)
         found |= {f"{prefix}self_attention.{name}": shape for name, shape in attention.items()}
-        found[f"{prefix}pre_mlp_layernorm.weight"] = (hidden,)
         if a.moe_layers[shard.first_layer + layer]:
             mlp = expert_shapes(a, shard)
         else:
@@ -62,6 +63,9 @@ def attention_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
         found["linear_proj.bias"] = (a.hidden_size,)
     if a.qk_norm:
         found["q_layernorm.weight"] = found["k_layernorm.weight"] = (a.head_dim,)
+    if a.qk_norm_whole:
+        found["q_layernorm.weight"] = (queries // tp,)
+        found["k_layernorm.weight"] = (a.num_kv_heads * a.head_dim // tp,)
     if a.sinks:
         found["core_attention.softmax_offset"] = (a.num_attention_heads // tp,)
     return found

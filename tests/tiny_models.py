@@ -138,6 +138,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 80,
+            # A dense layer with positions and chunks, and one of experts without.
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 6,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -181,7 +204,7 @@ def on_disk(name: str, value: torch.Tensor, model_type: str = "") -> dict[str, t
 
     GPT-OSS alone has them fused on disk too, and Mixtral has names of its own.
     """
-    if model_type == "gpt_oss" or "mlp.experts." not in name and model_type != "mixtral":
+    if model_type in ("gpt_oss", "llama4_text") or "mlp.experts." not in name and model_type != "mixtral":
         return {name: value}
     gate, up, down = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     if model_type == "mixtral":

@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -86,10 +87,20 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
     "olmo2": [Olmo2Config(**(SIZES | {"pad_token_id": None, "eos_token_id": None}))],
     "olmo3": [Olmo3Config(**(SIZES | {"pad_token_id": None, "eos_token_id": None}))],
     "gemma3_text": [Gemma3TextConfig(**SIZES, head_dim=8)],
+    "llama4_text": [
+        Llama4TextConfig(**SIZES, num_local_experts=8, intermediate_size_mlp=40, interleave_moe_layer_step=2)
+    ],
     "smollm3": [SmolLM3Config(**(SIZES | {"pad_token_id": None}))],
 }
-REFUSED = {"gemma3": "vision tower"}
-EXPERTS_IN = {"qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"}
+REFUSED = {
+    "gemma3": "vision tower",
+    "mistral3": "vision tower",
+    "llama4": "vision tower",
+    "gemma4": "heads of another width",
+    "gemma4_text": "heads of another width",
+    "gemma4_unified": "heads of another width",
+}
+EXPERTS_IN = {"qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text"}
 DENSE = CONFIGS.keys() - EXPERTS_IN
 WHOLE_EXPERTS = {"gpt_oss"}
 """Families whose experts no tensor parallelism cuts."""

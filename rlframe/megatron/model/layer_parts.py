@@ -10,12 +10,13 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rlframe.megatron.compat import submodules
 from rlframe.megatron.model.core_attention import adjusted
-from rlframe.megatron.model.rope_by_layer import AttentionOfLayer
+from rlframe.megatron.model.rope import AttentionOfLayer
 from rlframe.models.families.base import Architecture
 
 
@@ -30,9 +31,11 @@ def set_parts(architecture: Architecture, config: TransformerConfig, layer: Modu
     attention.core_attention = adjusted(architecture, attention.core_attention)
     if architecture.qk_norm_whole:
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
-    if architecture.window_rope_theta is not None:
+    if architecture.qk_l2_norm:
+        attention.q_layernorm = attention.k_layernorm = L2Norm
+    if architecture.window_rope_theta is not None or architecture.qk_l2_norm:
         parts.self_attention.module = AttentionOfLayer
-        parts.self_attention.params = {**parts.self_attention.params, "windows": architecture.window_layers}
+        parts.self_attention.params = {**parts.self_attention.params, "architecture": architecture}
     if not architecture.norm_before:
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
         mlp = submodules(parts.mlp)

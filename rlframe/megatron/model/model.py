@@ -21,7 +21,7 @@ from rlframe.megatron.lora import adapters as lora
 from rlframe.megatron.model.architecture_fields import model_arguments
 from rlframe.megatron.model.heads import replace_output_layer
 from rlframe.megatron.model.layer_parts import scale_embeddings
-from rlframe.megatron.model.rope_by_layer import RopeByLayer
+from rlframe.megatron.model.rope import set_rope
 from rlframe.megatron.model.router_replay import RouterReplay
 from rlframe.megatron.model.training_fields import accumulate_in_place, ddp_config, freeze_routers
 from rlframe.megatron.model.transformer import layer_spec, transformer_config
@@ -113,8 +113,7 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
     )
     replace_output_layer(model, architecture.num_outputs)
     scale_embeddings(model, architecture.embedding_scale)
-    if architecture.window_rope_theta is not None:
-        model.rotary_pos_emb = RopeByLayer(model.rotary_pos_emb, config, theta=architecture.window_rope_theta)
+    set_rope(model, architecture)
     return model
 
 

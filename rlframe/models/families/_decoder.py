@@ -33,6 +33,8 @@ class Decoder(Family):
     """Whether the family reads partial_rotary_factor."""
     attention_bias = False
     """Whether the family reads attention_bias."""
+    layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
+    """The values of layer_types that the family knows."""
     windows = False
     """Whether the family reads sliding_window, and those that have it layer_types."""
 
@@ -71,8 +73,8 @@ class Decoder(Family):
     def _unsupported(self, hf: Mapping[str, Any]) -> list[str]:
         """Returns the settings of config.json that this family would silently compute wrongly."""
         faults = []
-        if unknown := set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
-            faults.append(f"layer_types must be full_attention or sliding_attention, got {min(unknown)!r:.60}")
+        if unknown := set(hf.get("layer_types") or ()) - {*self.layer_kinds}:
+            faults.append(f"layer_types must be {' or '.join(self.layer_kinds)}, got {min(unknown)!r:.60}")
         if not self.windows and (hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ())):
             faults.append("a sliding window is in use, which is not supported: set use_sliding_window to false")
         refused = ("mlp_bias",) if self.attention_bias else ("attention_bias", "mlp_bias")
@@ -173,6 +175,10 @@ def _contradictions(a: Architecture) -> list[str]:
         (
             len(a.window_layers) in (0, a.num_layers),
             f"layer_types must name {a.num_layers} layers, as num_hidden_layers says, got {len(a.window_layers)}",
+        ),
+        (
+            len(a.chunk_layers) in (0, a.num_layers),
+            f"layer_types must name {a.num_layers} layers, as num_hidden_layers says, got {len(a.chunk_layers)}",
         ),
         (
             len(a.no_rope_layers) in (0, a.num_layers),

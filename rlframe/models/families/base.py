@@ -76,6 +76,8 @@ class Architecture:
     truncate)."""
     rotary_percent: float = 1.0
     """Fraction of each head that has rotary positions: its first dimensions."""
+    rope_interleaved: bool = False
+    """Whether neighbouring dimensions of a head are rotated together, instead of its halves."""
     window_rope_theta: float | None = None
     """The rope_theta, without scaling, of the layers of `window_layers`. None if their positions are those of all."""
     no_rope_layers: tuple[bool, ...] = ()
@@ -92,6 +94,8 @@ class Architecture:
     """Whether query, key and value projections have a bias."""
     qk_norm: bool = False
     """Whether query and key heads pass an RMSNorm of width head_dim."""
+    qk_l2_norm: bool = False
+    """Whether query and key heads are divided by their root mean square in the layers that have positions."""
     qk_norm_whole: bool = False
     """Whether that norm is over all heads together instead, with a weight for each of their elements."""
     softmax_scale: float | None = None
@@ -113,6 +117,11 @@ class Architecture:
     window."""
     window_layers: tuple[bool, ...] = ()
     """[num_layers] True for layers whose attention has the window. Empty if none has."""
+    attention_chunk: int = 0
+    """Number of tokens of a chunk of a sequence: in the layers of `chunk_layers` a query sees those of its own chunk. 0
+    if no layer has chunks."""
+    chunk_layers: tuple[bool, ...] = ()
+    """[num_layers] True for layers whose attention has chunks. Empty if none has."""
     sinks: bool = False
     """Whether each head has a learned logit that takes part in the softmax and has no value."""
     linear_bias: bool = False
@@ -125,8 +134,12 @@ class Architecture:
     norm_topk_prob: bool = True
     """Whether the weights of the chosen experts are scaled to sum to 1."""
     sigmoid_router: bool = False
-    """Whether scores are sigmoids instead of a softmax over the experts, with a bias per expert that is added for the
-    choice only. The bias is float32 and not trained (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16)."""
+    """Whether scores are sigmoids instead of a softmax over the experts."""
+    router_bias: bool = True
+    """Whether a router with sigmoids has a bias per expert that is added for the choice only. It is float32 and not
+    trained (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16)."""
+    scores_on_input: bool = False
+    """Whether the score of a token's one expert multiplies the input of the expert instead of its output."""
     router_groups: int = 1
     """Number of groups of experts. A token first chooses `router_groups_per_token` of them."""
     router_groups_per_token: int = 1
@@ -144,6 +157,15 @@ class Architecture:
         if num_outputs is None:
             return self
         return replace(self, num_outputs=num_outputs, tie_embeddings=False)
+
+    def seen_tokens(self, layer: int, length: float) -> float:
+        """Returns the mean number of tokens that a query of layer number `layer` sees in a sequence of `length`
+        tokens."""
+        if self.window_layers and self.window_layers[layer]:
+            return min(length / 2, self.sliding_window)
+        if self.chunk_layers and self.chunk_layers[layer]:
+            return min(length, self.attention_chunk) / 2
+        return length / 2
 
     def faults(self, *, tp: int, ep: int, etp: int, cp: int = 1) -> list[Fault]:
         """Returns a fault for every reason why a parallel layout does not fit this model's layers. `shards.faults`
@@ -176,12 +198,12 @@ class Architecture:
                     "Megatron-Core 0.16.1 would add the bias on every rank; use ep",
                 )
             )
-        if cp > 1 and (self.sinks or self.window_layers):
+        if cp > 1 and (self.sinks or self.window_layers or self.chunk_layers):
             faults.append(
                 Fault(
                     "train.parallel",
                     said=f"cp {cp} cannot split the sequences of {self.model_type}, whose attention has sliding "
-                    "windows or sinks: use tp",
+                    "windows, chunks or sinks: use tp",
                 )
             )
         return faults + [

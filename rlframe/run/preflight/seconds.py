@@ -5,6 +5,7 @@ backward); of the model of a decode step: examples/benchmarks/engines.py. `const
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,7 +35,8 @@ class Operations:
 
 
 def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_length: float, last: bool) -> Operations:
-    """Returns the operations of a token. Attention over a sequence of s tokens costs 2 s for each query's number.
+    """Returns the operations of a token. Attention costs 4 for each query's number and each token that the query sees,
+    which are s / 2 of a sequence of s tokens without windows and chunks.
 
     Args:
         mean_length: sum of the squares of the sequences' tokens over their sum.
@@ -54,10 +56,11 @@ def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_leng
     mlp = 3 * hidden * architecture.ffn_hidden_size
     shared = 3 * hidden * architecture.shared_ffn_hidden_size + hidden * architecture.num_experts
     each = 3 * hidden * architecture.expert_ffn_hidden_size * architecture.experts_per_token
+    seen = Counter(architecture.seen_tokens(layer, mean_length) for layer in layers)
     outputs = architecture.vocab_size if architecture.num_outputs is None else architecture.num_outputs
     return Operations(
         dense=2 * (len(layers) * projections + plain * mlp + sparse * shared),
-        attention=len(layers) * 2 * mean_length * heads * width,
+        attention=4 * sum(count * tokens for tokens, count in seen.items()) * heads * width,
         experts=2 * sparse * each,
         head=2 * hidden * outputs if last else 0.0,
     )

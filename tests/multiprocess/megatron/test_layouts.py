@@ -49,7 +49,7 @@ PARTS = {
     "embedding": "embed_tokens",
     "head": "lm_head",
     "attention": "self_attn",
-    "mlp": r"\.mlp\.",
+    "mlp": r"\.mlp\.|feed_forward",
 }
 """Parts of a model by the names of Hugging Face, of which the first that matches counts."""
 CASES, FURTHER_CASES = (

@@ -97,7 +97,7 @@ def expert_shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"router.weight": (a.num_experts, hidden)}
     if a.linear_bias:
         found["router.bias"] = (a.num_experts,)
-    if a.sigmoid_router:
+    if a.sigmoid_router and a.router_bias:
         found["router.expert_bias"] = (a.num_experts,)
     for expert in range(a.num_experts // shard.ep_size):
         prefix = f"experts.local_experts.{expert}."

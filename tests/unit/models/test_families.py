@@ -252,8 +252,8 @@ def test_faults_name_what_cannot_be_split() -> None:
     assert list(map(str, GPT_OSS.architecture(STACKED).faults(tp=2, ep=2, etp=2, cp=2))) == [
         "train.parallel: etp 2 cannot split the experts of gpt_oss, which have biases: Megatron-Core 0.16.1 would add "
         "the bias on every rank; use ep",
-        "train.parallel: cp 2 cannot split the sequences of gpt_oss, whose attention has sliding windows or sinks: "
-        "use tp",
+        "train.parallel: cp 2 cannot split the sequences of gpt_oss, whose attention has sliding windows, chunks or "
+        "sinks: use tp",
     ]
     # Shared experts of width 2 * 5 over four ranks.
     glm = GLM4_MOE.architecture(ROUTED | {"moe_intermediate_size": 5, "num_key_value_heads": 4})

@@ -161,6 +161,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "exaone4": ("Exaone4Config", {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2}),
     "gpt_oss": (
         "GptOssConfig",
         {

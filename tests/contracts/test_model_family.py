@@ -9,6 +9,7 @@ from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Exaone4Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
@@ -86,6 +87,10 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
     "ministral3": [Ministral3Config(**SIZES, head_dim=8)],
     "olmo2": [Olmo2Config(**(SIZES | {"pad_token_id": None, "eos_token_id": None}))],
     "olmo3": [Olmo3Config(**(SIZES | {"pad_token_id": None, "eos_token_id": None}))],
+    "exaone4": [
+        Exaone4Config(**SIZES),
+        Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 2),
+    ],
     "gemma3_text": [Gemma3TextConfig(**SIZES, head_dim=8)],
     "llama4_text": [
         Llama4TextConfig(**SIZES, num_local_experts=8, intermediate_size_mlp=40, interleave_moe_layer_step=2)

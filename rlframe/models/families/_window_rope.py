@@ -32,6 +32,8 @@ class WindowRopeDecoder(Decoder):
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         pattern = hf.get("sliding_window_pattern") or self.pattern
+        if not isinstance(pattern, int):
+            faults_to_error(hf, [f"sliding_window_pattern must be a whole number, got {pattern!r:.60}"])
         kinds = hf.get("layer_types") or [
             KINDS[bool((layer + 1) % pattern)] for layer in range(hf["num_hidden_layers"])
         ]

@@ -27,7 +27,7 @@ from tests.tiny_models import MODELS, make, on_disk
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]
 EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "gpt_oss"]
-VARIANTS = ["seed_oss", "mistral", "smollm3", "ministral3", "qwen3_yarn", "qwen2_linear", "olmo2", "olmo3"]
+VARIANTS = ["seed_oss", "mistral", "smollm3", "ministral3", "qwen3_yarn", "qwen2_linear", "olmo2", "olmo3", "exaone4"]
 """Models made of parts that others have under more layouts."""
 OTHERS = [name for name in MODELS if name not in VARIANTS]
 LAYOUTS = {
@@ -44,7 +44,7 @@ FURTHER = {layout: [name for name in VARIANTS if name not in LAYOUTS[layout]] fo
 """The cells that `make test` leaves out."""
 PARTS = {
     "norms": "norm",
-    "experts": "experts.",
+    "experts": r"experts?\.",
     "router": r"\.gate\.weight|router",
     "embedding": "embed_tokens",
     "head": "lm_head",

@@ -17,7 +17,7 @@ from tests.tiny_models import MODELS
 
 pytestmark = pytest.mark.later
 
-WINDOWED = ("gpt_oss", "mistral", "olmo3", "gemma3")
+WINDOWED = ("gpt_oss", "mistral", "olmo3", "gemma3", "llama4", "exaone4")
 SERVED = [name for name in MODELS if name not in ("deepseek_v3_yarn", "qwen3_yarn", "qwen2_linear", *WINDOWED)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FORCED = SamplingParams(max_tokens=9, min_tokens=9)

@@ -85,6 +85,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """config.json of each model; dimensions of the published ones, weights random."""
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+"""Chat template: the contents of all turns."""
 
 
 def make_model(config: dict[str, Any], folder: Path, *, words: int = 1000) -> Path:
@@ -92,7 +94,7 @@ def make_model(config: dict[str, Any], folder: Path, *, words: int = 1000) -> Pa
     tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(words)}, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="w2", unk_token="w1", chat_template="{{ messages[0].content }}"
+        tokenizer_object=tokenizer, eos_token="w2", unk_token="w1", chat_template=TEMPLATE
     ).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -26,7 +26,7 @@ from async_rl import follow, stop
 from models_by_size import MODELS, make_model
 
 HERE = Path(__file__).parent
-WARM_UP, STEPS = 2, 5
+WARM_UP, STEPS = 2, 3
 SAMPLE_MS = 50
 PHASES = {
     "rollout": "generation",
@@ -50,7 +50,7 @@ class Case:
     recipe: str
     model: str
     overrides: tuple[str, ...]
-    prompts: int = 16
+    prompts: int = 8
     prompt_tokens: int = 512
     response_tokens: int = 512
     num_layers: int = 0
@@ -66,17 +66,19 @@ CASES = {
         model="qwen3_4b",
         overrides=("train.offload_optimizer=false", "rollout.gpu_memory_utilization=0.3"),
     ),
-    "ppo_1p7b": Case(recipe="ppo_qwen3_8b", model="qwen3_1p7b", overrides=(*ONE_DEVICE, "train.num_minibatches=2")),
+    "ppo_1p7b": Case(
+        recipe="ppo_qwen3_8b", model="qwen3_1p7b", overrides=(*ONE_DEVICE, "train.num_minibatches=2"), prompts=64
+    ),
     "grpo_30b_cut": Case(
         recipe="grpo_qwen3_30b_a3b",
         model="qwen3_30b_a3b",
         num_layers=8,
         overrides=(*ONE_DEVICE, "rollout.tp=1", "train.moe.router_replay=false"),
     ),
-    "dpo_4b": Case(recipe="dpo_qwen3_8b", model="qwen3_4b", overrides=tuple(ONE_TRAINER), online=False),
+    "dpo_4b": Case(recipe="dpo_qwen3_8b", model="qwen3_4b", overrides=tuple(ONE_TRAINER), online=False, prompts=16),
     "sft_4b": Case(recipe="sft_qwen3_8b", model="qwen3_4b", overrides=tuple(ONE_TRAINER), online=False, prompts=64),
     "reward_model_1p7b": Case(
-        recipe="reward_model_qwen3_8b", model="qwen3_1p7b", overrides=tuple(ONE_TRAINER), online=False
+        recipe="reward_model_qwen3_8b", model="qwen3_1p7b", overrides=tuple(ONE_TRAINER), online=False, prompts=32
     ),
 }
 
@@ -121,7 +123,7 @@ def measure(case: Case, folder: Path, logs: Path | None, name: str, limit_s: flo
         "recipe": case.recipe,
         "model": case.model,
         "overrides": settings[2:],
-        "rc": ended.returncode,
+        "rc": run.returncode,
     }
     found["start_s"] = next(phase["start_s"] for row in timeline for phase in row["phases"]) - begun
     counted = [row for row in timeline if row["step"] > WARM_UP]
@@ -147,6 +149,8 @@ def overrides(case: Case, folder: Path) -> list[str]:
         "steps": 1000,
         "prompts_per_step": case.prompts,
         "data.path": data,
+        # Words that the tokenizer lacks, such as a recipe's system prompt, are its unknown token.
+        "data.special_tokens_in_text": "true",
         "data.evaluation_count": 0,
         "data.evaluation_path": "null",
         "evaluation.every_steps": 0,
@@ -156,6 +160,7 @@ def overrides(case: Case, folder: Path) -> list[str]:
     if case.online:
         found |= {
             "data.max_prompt_tokens": case.prompt_tokens,
+            "data.system_prompt": "null",
             "rollout.max_tokens": case.response_tokens,
             "rollout.min_tokens": case.response_tokens,
             "rollout.max_model_len": case.prompt_tokens + case.response_tokens,
@@ -167,14 +172,16 @@ def overrides(case: Case, folder: Path) -> list[str]:
 def records(case: Case) -> Iterable[dict[str, Any]]:
     """Yields rows of the case's lengths, in words that are a token each."""
     for row in range(case.prompts * (WARM_UP + STEPS + 2)):
-        text = {"prompt": words(row, case.prompt_tokens - 1), "answer": "w7"}
+        text = {"prompt": words(row, case.prompt_tokens - 4), "answer": "w7", "solution": "w7"}
         text |= {"response": words(row + 1, case.response_tokens - 1)}
         text |= {
             "chosen": words(row + 2, case.response_tokens - 1),
             "rejected": words(row + 3, case.response_tokens - 1),
         }
         asked = {"dpo": ("prompt", "chosen", "rejected"), "reward": ("prompt", "chosen", "rejected")}
-        keys = asked.get(case.recipe.split("_")[0], ("prompt", "answer") if case.online else ("prompt", "response"))
+        keys = asked.get(
+            case.recipe.split("_")[0], ("prompt", "answer", "solution") if case.online else ("prompt", "response")
+        )
         yield {key: text[key] for key in keys}
 
 
@@ -187,7 +194,7 @@ def planned(case: Case, settings: list[str], folder: Path) -> dict[str, dict[str
     """Returns preflight's bytes of the fullest device and seconds of the step, by phase."""
     file = folder / "plan.json"
     lengths = ["--prompt-tokens", str(case.prompt_tokens), "--response-tokens", str(case.response_tokens)]
-    command = [sys.executable, "-m", "rlframe.tools.plan", "--json", str(file), *(lengths if case.online else [])]
+    command = [sys.executable, "-m", "rlframe.tools.plan", "--json", str(file), *lengths]
     command += ["--config-name", case.recipe, *settings]
     subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
     plan = json.loads(file.read_text())

@@ -242,7 +242,7 @@ def make_batch(case: Case, vocab_size: int, *, count: int) -> TrainBatch:
         rollout_logprobs=torch.full((total,), -1.0) * mask,
         group=torch.arange(count).repeat_interleave(len(case.lengths)),
         rewards=torch.rand(len(lengths), generator=generator),
-        versions=torch.zeros(len(lengths), dtype=torch.int64),
+        versions=torch.zeros(total, dtype=torch.int64),
         advantages=torch.randn(total, generator=generator) * mask,
     )
 

@@ -43,6 +43,8 @@ class TrainingSource(ABC, Generic[AnyItem]):
     """The dataclass of its items."""
     settings: frozenset[str] = frozenset()
     """Fields of DataConfig that this kind uses, among those that not every kind uses."""
+    sequences_per_item: int = 1
+    """Sequences of most items. Preflight counts them."""
 
     def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int):
         """Reads, renders and tokenises the whole dataset, or of a streamed one the first window.

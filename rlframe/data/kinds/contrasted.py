@@ -55,6 +55,7 @@ class ContrastedSource(TrainingSource[Item]):
 
     unit = "query"
     item = Item
+    sequences_per_item = 2
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Contrast:

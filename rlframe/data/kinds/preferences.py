@@ -68,6 +68,7 @@ class PreferenceSource(TrainingSource[Pair]):
     unit = "pair"
     item = Pair
     settings = TEMPLATE_SETTINGS | {"prompt_key", "system_prompt"}
+    sequences_per_item = 2
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Comparison:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
 from rlframe.cluster.roles import CRITIC, ENGINES, JUDGE_ENGINES, POLICY, REWARD_MODEL, TEACHER, TEACHER_ENGINES, Place
+from rlframe.data.kinds import find_source
 from rlframe.megatron.config.forward_only import forward_only
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
@@ -341,23 +342,30 @@ def plan(
     """
     sampled = algorithm.online and run.rollout.replay is None
     longest = min(run.rollout.max_tokens, run.train.sequence_tokens)
+    group = algorithm.group_size if algorithm.online else sequences_per_item(algorithm)
     if algorithm.online:
         prompt = prompt_tokens or min(run.data.max_prompt_tokens, max(1, run.train.sequence_tokens - longest))
         response = response_tokens or longest
     else:
-        # Given sequences: nothing but the budget bounds them.
-        whole = min(run.train.sequence_tokens, MAX_LENGTH)
+        # Given sequences: nothing but the budget of an item bounds them.
+        whole = min(run.train.sequence_tokens, MAX_LENGTH) // group
         prompt = prompt_tokens or (0 if response_tokens else whole)
         response = response_tokens or 0
     workload = Workload(
         prompts=run.prompts_per_step,
-        group=algorithm.group_size if algorithm.online else 1,
+        group=group,
         prompt_tokens=prompt,
         response_tokens=response,
         longest_response=max(longest, response) if algorithm.online else response,
         sampled=sampled,
     )
     return Plan(run, algorithm, accelerator, workload, models or Models(), devices_per_host)
+
+
+def sequences_per_item(algorithm: Algorithm) -> int:
+    """Returns the sequences that most items of an offline algorithm's data have, such as 2 for a pair."""
+    kind = algorithm.requirements.data
+    return find_source(kind).sequences_per_item if kind else 1
 
 
 def with_train(found: Plan, train: TrainConfig) -> Plan:

@@ -13,7 +13,7 @@ class Workload:
 
     prompts: int
     group: int
-    """Sequences of a prompt."""
+    """Sequences of a prompt, or of an item of given data."""
     prompt_tokens: int
     response_tokens: int
     """Mean tokens of a response; 0 if nothing is sampled."""

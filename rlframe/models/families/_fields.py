@@ -41,8 +41,8 @@ SECTION = Rule("a section of named values", lambda value: isinstance(value, dict
 TEXTS = Rule("a list of texts", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value))
 WHOLES = Rule("a list of whole numbers", lambda value: isinstance(value, list) and all(_is_whole(one) for one in value))
 PATTERN = Rule(
-    f"a whole number from 1 to {MOST_LAYERS}, or text",
-    lambda value: isinstance(value, str) or (_is_whole(value) and 1 <= value <= MOST_LAYERS),
+    f"a whole number from 0 to {MOST_LAYERS}, or text",
+    lambda value: isinstance(value, str) or (_is_whole(value) and 0 <= value <= MOST_LAYERS),
 )
 SCALE = number(0, 1e6)
 FROM_ZERO = Rule("a number from 0 to 1e6", lambda value: _is_number(value) and 0 <= value <= 1e6)

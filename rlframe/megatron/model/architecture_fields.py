@@ -54,10 +54,6 @@ def _norm_fields(a: Architecture) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if a.qk_l2_norm:
         fields["qk_l2_norm"] = True
-    if a.qk_norm_whole:
-        # With the plain switch Megatron sums the gradients of these norms over tensor-parallel ranks, which have
-        # different elements of them. With the other it takes the norms that the specification names.
-        fields |= {"qk_layernorm": False, "qk_l2_norm": True}
     if a.zero_centered_norms:
         fields["layernorm_zero_centered_gamma"] = True
     return fields

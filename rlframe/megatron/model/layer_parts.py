@@ -29,8 +29,6 @@ def set_parts(architecture: Architecture, config: TransformerConfig, layer: Modu
     parts = layer.submodules
     attention = parts.self_attention.submodules
     attention.core_attention = adjusted(architecture, attention.core_attention)
-    if architecture.qk_norm_whole:
-        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     if architecture.qk_l2_norm:
         attention.q_layernorm = attention.k_layernorm = L2Norm
     if architecture.window_rope_theta is not None or architecture.qk_l2_norm:
@@ -70,57 +68,6 @@ class NormedAdd(torch.nn.Module):
         hidden, bias = output
         assert bias is None and not dropout
         return residual + self.norm(hidden)
-
-
-class ProjectionNorm(torch.nn.Module):
-    """RMSNorm over all heads of a projection, of which each tensor-parallel rank has some: the ranks add up their
-    squares. Computed in float32."""
-
-    heads_field: str
-    """Field of the configuration with the number of heads."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
-        super().__init__()
-        self.eps = eps
-        self.width = getattr(config, self.heads_field) * hidden_size
-        own = self.width // config.tensor_model_parallel_size
-        self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
-        # Of an unmarked parameter the gradient's norm counts the first tensor-parallel rank only.
-        self.weight.tensor_model_parallel = True
-
-    def forward(self, heads: Tensor) -> Tensor:
-        """Returns [T, 1, heads of this rank, head_dim] normalised over the heads of all ranks."""
-        exact = heads.float()
-        squares = reduce_from_tensor_model_parallel_region(exact.square().sum((-2, -1), keepdim=True))
-        # The other ranks' outputs depend on this rank's squares too.
-        squares = copy_to_tensor_model_parallel_region(squares)
-        scale = torch.rsqrt(squares / self.width + self.eps)
-        return (exact * scale * self.weight.float().view(heads.shape[-2:])).to(heads.dtype)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """Returns the weight with its position in a distributed checkpoint: tensor parallelism splits it by heads."""
-        return make_sharded_tensors_for_checkpoint(
-            {"weight": self.weight},
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        )
-
-
-class QueryNorm(ProjectionNorm):
-    """The norm of all queries of a token."""
-
-    heads_field = "num_attention_heads"
-
-
-class KeyNorm(ProjectionNorm):
-    """The norm of all keys of a token."""
-
-    heads_field = "num_query_groups"
 
 
 def gelu_tanh(gate: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class GroupedAttention(LayerSpec):
         if a.linear_bias:
             shapes["self_attn.o_proj.bias"] = (a.hidden_size,)
         if a.qk_norm:
-            of_queries, of_keys = (queries, keys) if a.qk_norm_whole else (a.head_dim, a.head_dim)
+            of_queries, of_keys = (queries, keys) if a.whole_qk_norm else (a.head_dim, a.head_dim)
             shapes |= {"self_attn.q_norm.weight": (of_queries,), "self_attn.k_norm.weight": (of_keys,)}
         if a.sinks:
             shapes["self_attn.sinks"] = (a.num_attention_heads,)
@@ -44,7 +44,7 @@ class GroupedAttention(LayerSpec):
         if a.qk_norm:
             of_keys = a.num_kv_heads * a.head_dim // shard.tp_size
             for name, width in (("q", queries), ("k", of_keys)):
-                shapes[f"self_attention.{name}_layernorm.weight"] = (width if a.qk_norm_whole else a.head_dim,)
+                shapes[f"self_attention.{name}_layernorm.weight"] = (width if a.whole_qk_norm else a.head_dim,)
         if a.sinks:
             shapes["self_attention.core_attention.softmax_offset"] = (a.num_attention_heads // shard.tp_size,)
         return shapes
@@ -67,7 +67,7 @@ class GroupedAttention(LayerSpec):
         if a.qk_norm:
             for name in ("q", "k"):
                 norm = theirs[f"{name}_norm.weight"]
-                mine = rows(norm, shard.tp_rank, shard.tp_size) if a.qk_norm_whole else norm
+                mine = rows(norm, shard.tp_rank, shard.tp_size) if a.whole_qk_norm else norm
                 ours[f"{name}_layernorm.weight"].copy_(mine)
         if a.sinks:
             ours["core_attention.softmax_offset"].copy_(rows(theirs["sinks"], shard.tp_rank, shard.tp_size))

@@ -96,7 +96,7 @@ class Architecture:
     """Whether query and key heads pass an RMSNorm of width head_dim."""
     qk_l2_norm: bool = False
     """Whether query and key heads are divided by their root mean square in the layers that have positions."""
-    qk_norm_whole: bool = False
+    whole_qk_norm: bool = False
     """Whether that norm is over all heads together instead, with a weight for each of their elements."""
     softmax_scale: float | None = None
     """Factor of the products of queries and keys. None for the root of 1 / head_dim."""

@@ -6,7 +6,7 @@ from typing import Any
 from rlframe.models.families._decoder import Decoder
 
 NORMS = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
-FEATURES = {"norm_before": False, "norm_after": True, "qk_norm": True, "qk_norm_whole": True}
+FEATURES = {"norm_before": False, "norm_after": True, "qk_norm": True, "whole_qk_norm": True}
 
 
 class Olmo2(Decoder):

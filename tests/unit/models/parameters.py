@@ -63,7 +63,7 @@ def attention_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
         found["linear_proj.bias"] = (a.hidden_size,)
     if a.qk_norm:
         found["q_layernorm.weight"] = found["k_layernorm.weight"] = (a.head_dim,)
-    if a.qk_norm_whole:
+    if a.whole_qk_norm:
         found["q_layernorm.weight"] = (queries // tp,)
         found["k_layernorm.weight"] = (a.num_kv_heads * a.head_dim // tp,)
     if a.sinks:

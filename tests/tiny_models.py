@@ -1,10 +1,13 @@
 """Small random models of every family, in Hugging Face format, made by transformers itself."""
 
+import json
 import pathlib
 from typing import Any
 
 import torch
 import transformers
+
+from rlframe.models.transformers_config import SAME_AS
 
 COMMON: dict[str, Any] = {
     "vocab_size": 67,
@@ -48,6 +51,17 @@ YARN: dict[str, Any] = {
 }
 MSCALE: dict[str, Any] = {"mscale": 0.7, "mscale_all_dim": 1.0}
 """The two differ, so that one in place of the other shows."""
+LARGE_EPS = 0.01
+"""Of norms that are not those of latent vectors, whose epsilon is 1e-6: one in place of the other shows."""
+INDEXED: dict[str, Any] = LATENT | {
+    # Fewer than the tokens of most sequences, so that a choice that is not made shows.
+    "index_topk": 6,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "rms_norm_eps": LARGE_EPS,
+    "mlp_layer_types": ["dense", "sparse"],
+    "bos_token_id": None,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "llama_scaled": (
@@ -85,7 +99,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe": ("Glm4MoeConfig", ROUTED | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "deepseek_v3": ("DeepseekV3Config", LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}),
-    "deepseek_v3_yarn": ("DeepseekV3Config", LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 32, "pad_token_id": None}),
     # Windows shorter than the sequences, so that one that is not there shows.
     "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 6}),
@@ -162,6 +175,40 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exaone4": ("Exaone4Config", {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2}),
+    "deepseek_v3_yarn": (
+        "DeepseekV3Config",
+        LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE, "rms_norm_eps": LARGE_EPS},
+    ),
+    "kimi_k2": (
+        "DeepseekV3Config",
+        LATENT
+        | {
+            "n_shared_experts": 1,
+            "rms_norm_eps": LARGE_EPS,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0},
+        },
+    ),
+    "deepseek_v32": ("DeepseekV32Config", INDEXED | {"rope_parameters": YARN | MSCALE}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", INDEXED),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            # As on the hub: half of a head, and what vLLM reads.
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        LATENT | {"n_shared_experts": 1, "rms_norm_eps": LARGE_EPS, "pad_token_id": None},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -192,23 +239,35 @@ def make(name: str, folder: pathlib.Path, **changes: Any) -> transformers.PreTra
             # Norms and biases start as ones and zeros, which would hide a swap.
             if parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * (0.3 if "norm" in parameter_name else 0.1))
-        for name, buffer in model.named_buffers():
+        for buffer_name, buffer in model.named_buffers():
             # Wide enough to change the choice of experts.
-            if name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
+    if name in SAME_AS:
+        name_anew(folder, name)
     return model.eval()
+
+
+def name_anew(folder: pathlib.Path, model_type: str) -> None:
+    """Write into the config of a model that transformers wrote under another type what its hub has besides: the type,
+    the name of code that nothing runs, and keys that only this code and vLLM read."""
+    file = folder / "config.json"
+    own = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    own |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
 
 
 def on_disk(name: str, value: torch.Tensor, model_type: str = "") -> dict[str, torch.Tensor]:
     """transformers holds experts fused; the checkpoint, and so our layout, names them one by one.
 
-    GPT-OSS alone has them fused on disk too, and Mixtral has names of its own.
+    GPT-OSS alone has them fused on disk too, and Mixtral has names of its own, which MiniMax-M2 shares.
     """
-    if model_type in ("gpt_oss", "llama4_text") or "mlp.experts." not in name and model_type != "mixtral":
+    sparse = model_type in ("mixtral", "minimax_m2")
+    if model_type in ("gpt_oss", "llama4_text") or "mlp.experts." not in name and not sparse:
         return {name: value}
-    gate, up, down = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    if model_type == "mixtral":
+    gate, up, down = ("w1", "w3", "w2") if sparse else ("gate_proj", "up_proj", "down_proj")
+    if sparse:
         name = name.replace(".mlp.", ".block_sparse_moe.")
     if name.endswith("experts.gate_up_proj"):
         prefix = name.removesuffix("gate_up_proj")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlframe.models import chat_template as chat_templates
+from rlframe.models import transformers_config
 from rlframe.models.hub import read_json
 from rlframe.utils.errors import CheckpointError
 
@@ -63,9 +64,9 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 def stop_token_ids(folder: Path) -> list[int]:
     """Returns the end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
-    from transformers import AutoConfig, GenerationConfig  # noqa: PLC0415 - see load
+    from transformers import GenerationConfig  # noqa: PLC0415 - see load
 
-    stated = [AutoConfig.from_pretrained(folder).eos_token_id, load(folder).eos_token_id]
+    stated = [transformers_config.read(folder).eos_token_id, load(folder).eos_token_id]
     if (folder / "generation_config.json").is_file():
         stated.append(GenerationConfig.from_pretrained(folder).eos_token_id)
     ids = chain.from_iterable(each if isinstance(each, list) else [each] for each in stated)

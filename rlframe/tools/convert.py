@@ -20,7 +20,7 @@ import torch
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS, verify_share
 from rlframe.megatron.config.train import Dtype
 from rlframe.megatron.cpu import platform
-from rlframe.models import gguf, inspection
+from rlframe.models import gguf, inspection, transformers_config
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
@@ -141,7 +141,11 @@ def _transformers_logprobs(folder: Path, token_ids: list[int], dtype: torch.dtyp
     array."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only verification needs it
 
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float().eval()
+    reference = (
+        AutoModelForCausalLM.from_pretrained(folder, config=transformers_config.read(folder), dtype=dtype)
+        .float()
+        .eval()
+    )
     return torch.log_softmax(reference(torch.tensor([token_ids])).logits[0], -1).numpy()
 
 

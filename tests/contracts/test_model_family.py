@@ -12,10 +12,12 @@ from transformers import (
     Exaone4Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     Ministral3Config,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -30,10 +32,12 @@ from transformers import (
 
 from rlframe.models.families.base import Architecture, Family
 from rlframe.models.hub import FAMILIES, load_family, read_config
+from rlframe.models.transformers_config import SAME_AS
 from rlframe.rollout.transformers.layout import engine_layouts
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
 from rlframe.weight_sync.layout.memory import clear_padding, export_tensor, load_tensor, record
+from tests.tiny_models import name_anew
 from tests.unit.models.parameters import empty, shapes, shards
 
 SIZES = {
@@ -81,6 +85,9 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
         DeepseekV3Config(**(SIZES | ROUTED | LATENT)),
         DeepseekV3Config(**(SIZES | ROUTED | LATENT | {"q_lora_rank": None})),
     ],
+    "kimi_k2": [DeepseekV3Config(**(SIZES | ROUTED | LATENT))],
+    "minimax_m2": [MiniMaxM2Config(**SIZES, num_local_experts=8, num_experts_per_tok=2, head_dim=8, rotary_dim=4)],
+    "glm4_moe_lite": [Glm4MoeLiteConfig(**(SIZES | ROUTED | LATENT))],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
     "seed_oss": [SeedOssConfig(**SIZES, head_dim=8)],
     "mistral": [MistralConfig(**SIZES, sliding_window=None)],
@@ -98,6 +105,7 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
     "smollm3": [SmolLM3Config(**(SIZES | {"pad_token_id": None}))],
 }
 REFUSED = {
+    "kimi_k25": "vision tower .* text_config as config.json",
     "gemma3": "vision tower",
     "mistral3": "vision tower",
     "llama4": "vision tower",
@@ -105,7 +113,17 @@ REFUSED = {
     "gemma4_text": "heads of another width",
     "gemma4_unified": "heads of another width",
 }
-EXPERTS_IN = {"qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text"}
+EXPERTS_IN = {
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "llama4_text",
+    "kimi_k2",
+    "minimax_m2",
+    "glm4_moe_lite",
+}
 DENSE = CONFIGS.keys() - EXPERTS_IN
 WHOLE_EXPERTS = {"gpt_oss"}
 """Families whose experts no tensor parallelism cuts."""
@@ -131,6 +149,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Family, Archi
     """A small model as transformers saves it, with our reading of its config."""
     name, index = request.param
     AutoModelForCausalLM.from_config(CONFIGS[name][index]).save_pretrained(tmp_path)
+    if name in SAME_AS:
+        name_anew(tmp_path, name)
     family = load_family(tmp_path)
     return family, family.architecture(read_config(tmp_path)), tmp_path
 

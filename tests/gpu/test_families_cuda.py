@@ -20,10 +20,10 @@ from tests.multiprocess.megatron.test_layouts import LENGTHS, Weighted, sequence
 from tests.tiny_models import MODELS, make
 
 pytestmark = pytest.mark.gpu
+LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "glm4_moe_lite")
 WIDTHS: dict[str, dict[str, Any]] = {
     # Fused attention wants heads whose widths are multiples of 8, for latent attention of both kinds of head.
-    "deepseek_v3": {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32},
-    "deepseek_v3_yarn": {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    **dict.fromkeys(LATENT, {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}),
     "gpt_oss": {"head_dim": 64},
 }
 

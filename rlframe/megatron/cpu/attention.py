@@ -155,22 +155,31 @@ class PackedRows:
         for bucket in length_buckets(lengths):
             if not any(lengths[i] for i in bucket):
                 continue
-            key_rows, is_key = padded_rows([starts[i] for i in bucket], [lengths[i] for i in bucket])
+            device = cu_seqlens.device
+            key_rows, is_key = padded_rows([starts[i] for i in bucket], [lengths[i] for i in bucket], device)
             if cp_size == 1:
                 self.grids.append(Grid(key_rows, is_key, key_rows, None))
                 continue
             query_rows, is_query = padded_rows(
-                [starts[i] // cp_size for i in bucket], [lengths[i] // cp_size for i in bucket]
+                [starts[i] // cp_size for i in bucket], [lengths[i] // cp_size for i in bucket], device
             )
-            visible = torch.arange(key_rows.shape[1]) <= positions[query_rows][:, None, :, None]
+            visible = torch.arange(key_rows.shape[1], device=device) <= positions[query_rows][:, None, :, None]
             self.grids.append(Grid(query_rows, is_query, key_rows, visible))
 
 
-def padded_rows(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
+def layout_of(packing: PackedSeqParams) -> PackedRows:
+    """Returns the grids of a micro-batch, made once for all layers."""
+    if not hasattr(packing, "layout"):
+        context = parallel_state.get_context_parallel_group()
+        packing.layout = PackedRows(packing.cu_seqlens_q, context.size(), context.rank())
+    return packing.layout
+
+
+def padded_rows(starts: list[int], lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns [S, longest] rows start, start + 1, ... of each sequence, and True for its own rows. Padding repeats the
     sequence's last row; any valid row would do, because its results are never read."""
-    start, length = (torch.tensor(values)[:, None] for values in (starts, lengths))
-    position = torch.arange(max(lengths))[None, :]
+    start, length = (torch.tensor(values, device=device)[:, None] for values in (starts, lengths))
+    position = torch.arange(max(lengths), device=device)[None, :]
     return start + torch.minimum(position, length - 1), position < length
 
 
@@ -190,6 +199,7 @@ class PackedAttention(torch.nn.Module):
         **__: Any,
     ):
         super().__init__()
+        self.layer_number = layer_number
         self.cp_group = parallel_state.get_context_parallel_group()
         self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -212,11 +222,11 @@ class PackedAttention(torch.nn.Module):
         """Returns [T, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None and attention_bias is None
         bounds = packed_seq_params.cu_seqlens_q
-        if not hasattr(packed_seq_params, "layout"):
-            packed_seq_params.layout = PackedRows(bounds, self.cp_group.size(), self.cp_group.rank())
         key, value = (gather_tokens(tensor, bounds, self.cp_group, alike=False) for tensor in (key, value))
         output = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        for query_rows, is_query, key_rows, visible in packed_seq_params.layout.grids:
+        grids = layout_of(packed_seq_params).grids
+        chosen = getattr(packed_seq_params, "chosen", {}).get(self.layer_number) or [grid.visible for grid in grids]
+        for (query_rows, is_query, key_rows, _), visible in zip(grids, chosen, strict=True):
             grid_query, grid_key, grid_value = (
                 tensor[rows].transpose(1, 2)
                 for tensor, rows in ((query, query_rows), (key, key_rows), (value, key_rows))

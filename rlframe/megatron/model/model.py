@@ -20,6 +20,7 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.lora import adapters as lora
 from rlframe.megatron.model.architecture_fields import model_arguments
 from rlframe.megatron.model.heads import replace_output_layer
+from rlframe.megatron.model.latent import set_latent_epsilon
 from rlframe.megatron.model.layer_parts import scale_embeddings
 from rlframe.megatron.model.rope import set_rope
 from rlframe.megatron.model.router_replay import RouterReplay
@@ -40,8 +41,10 @@ CANONICAL_NAMES = (
     # Latent attention: the norm of the latent vector is part of the projection up from it.
     (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
 )
-FIXED = "router.expert_bias"
-"""End of the name of the one weight that is a buffer."""
+IN_FLOAT32 = ("router.expert_bias", "indexer.k_norm_weight", "indexer.k_norm_bias", "indexer.weights_proj")
+"""Ends of the names of weights that are float32 whatever the others are."""
+FIXED = (*IN_FLOAT32, "indexer.wq_b", "indexer.wk")
+"""Ends of the names of the weights that are buffers."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,6 +83,10 @@ def build(
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
     modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
+    if architecture.whole_qk_norm:
+        # Built with it, trained without: `finalize_model_grads` adds the gradients of norms of this name over
+        # tensor-parallel ranks, which share those of single heads. Here each rank has the weights of its own heads.
+        config.qk_layernorm = False
     shards = [shard_of(architecture, config, chunk=chunk) for chunk in range(parallel.vpp)]
     loader = partial(load, family=family, architecture=architecture, shards=shards)
     layout = record(loader, named_weights(modules), family.tensors(architecture))
@@ -112,6 +119,8 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
         **model_arguments(architecture),
     )
     replace_output_layer(model, architecture.num_outputs)
+    if architecture.latent:
+        set_latent_epsilon(model, architecture.latent.norm_eps)
     scale_embeddings(model, architecture.embedding_scale)
     set_rope(model, architecture)
     return model
@@ -155,15 +164,15 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 
 
 def fixed_weights(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """Returns the checkpoint's tensors that are not trained: the router's bias for the choice of experts, a buffer in
-    float32."""
+    """Returns the checkpoint's tensors that are not trained: the router's bias for the choice of experts, and the
+    indexers of sparse attention."""
     return [(name, buffer) for name, buffer in module.named_buffers() if name.endswith(FIXED)]
 
 
 def export_dtype(parameter: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the number format of a parameter in an export of `dtype`. Tensors that are not trained stay in
+    """Returns the number format of a parameter in an export of `dtype`. Small tensors that are not trained stay in
     float32."""
-    return torch.float32 if parameter.endswith(FIXED) else dtype
+    return torch.float32 if parameter.endswith(IN_FLOAT32) else dtype
 
 
 def mark_experts(module: GPTModel) -> None:

@@ -21,7 +21,9 @@ from rlframe.megatron.cpu.attention import PackedAttention, RmsNorm
 from rlframe.megatron.cpu.local_layers import ExpertOutput, WholeLinear, clamped_glu
 from rlframe.megatron.model.architecture_fields import special_fields, yarn_attributes
 from rlframe.megatron.model.layer_parts import set_parts
+from rlframe.megatron.model.sparse_attention import SparseLatentAttention
 from rlframe.megatron.model.training_fields import transformer_fields
+from rlframe.megatron.model.whole_norms import KeyNorm, QueryNorm
 from rlframe.models.families.base import Architecture
 from rlframe.models.stages import chunk_layers
 
@@ -138,8 +140,13 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
         for layer in block.layer_specs:
             set_activation(architecture, layer)
             set_parts(architecture, config, layer, norm=block.layer_norm)
+            attention = layer.submodules.self_attention
             if architecture.latent:
-                layer.submodules.self_attention.module = LatentAttention
+                attention.module = LatentAttention
+            if architecture.indexer:
+                make_sparse(architecture, attention)
+            if architecture.whole_qk_norm:
+                attention.submodules.q_layernorm, attention.submodules.k_layernorm = QueryNorm, KeyNorm
         return block
     sparse, dense = (
         local_layer(architecture, config, num_experts=num_experts)
@@ -174,6 +181,10 @@ def local_layer(architecture: Architecture, config: TransformerConfig, *, num_ex
         spec.submodules.self_attention.module = LatentAttention
         attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
         attention.q_layernorm = attention.kv_layernorm = RmsNorm
+        if architecture.indexer:
+            make_sparse(architecture, spec.submodules.self_attention)
+    elif architecture.whole_qk_norm:
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     elif architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     if architecture.linear_bias and num_experts:
@@ -181,6 +192,13 @@ def local_layer(architecture: Architecture, config: TransformerConfig, *, num_ex
     set_activation(architecture, spec)
     set_parts(architecture, config, spec, norm=RmsNorm)
     return spec
+
+
+def make_sparse(architecture: Architecture, attention: ModuleSpec) -> None:
+    """Gives latent attention the architecture's indexer, and the attention that takes its choice, on every device."""
+    attention.module = SparseLatentAttention
+    attention.params = (attention.params or {}) | {"indexer": architecture.indexer}
+    attention.submodules.core_attention = PackedAttention
 
 
 def set_activation(architecture: Architecture, layer: ModuleSpec) -> None:

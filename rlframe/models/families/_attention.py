@@ -42,9 +42,10 @@ class GroupedAttention(LayerSpec):
         if a.qkv_bias:
             shapes["self_attention.linear_qkv.bias"] = (fused,)
         if a.qk_norm:
-            of_keys = a.num_kv_heads * a.head_dim // shard.tp_size
-            for name, width in (("q", queries), ("k", of_keys)):
-                shapes[f"self_attention.{name}_layernorm.weight"] = (width if a.whole_qk_norm else a.head_dim,)
+            keys = a.num_kv_heads * a.head_dim // shard.tp_size
+            of_queries, of_keys = (queries, keys) if a.whole_qk_norm else (a.head_dim, a.head_dim)
+            shapes["self_attention.q_layernorm.weight"] = (of_queries,)
+            shapes["self_attention.k_layernorm.weight"] = (of_keys,)
         if a.sinks:
             shapes["self_attention.core_attention.softmax_offset"] = (a.num_attention_heads // shard.tp_size,)
         return shapes
@@ -67,8 +68,8 @@ class GroupedAttention(LayerSpec):
         if a.qk_norm:
             for name in ("q", "k"):
                 norm = theirs[f"{name}_norm.weight"]
-                mine = rows(norm, shard.tp_rank, shard.tp_size) if a.whole_qk_norm else norm
-                ours[f"{name}_layernorm.weight"].copy_(mine)
+                own = rows(norm, shard.tp_rank, shard.tp_size) if a.whole_qk_norm else norm
+                ours[f"{name}_layernorm.weight"].copy_(own)
         if a.sinks:
             ours["core_attention.softmax_offset"].copy_(rows(theirs["sinks"], shard.tp_rank, shard.tp_size))
 

@@ -65,15 +65,21 @@ class Experts(LayerSpec):
     Args:
         module: the checkpoint's name of the whole module.
         projections: the checkpoint's names of an expert's matrices.
+        bias: the checkpoint's name, in the module, of the router's bias for the choice.
     """
 
-    def __init__(self, module: str = "mlp.", projections: Projections | None = None):
-        self.module, self.projections = module, projections or Projections()
+    def __init__(
+        self,
+        module: str = "mlp.",
+        projections: Projections | None = None,
+        bias: str = "gate.e_score_correction_bias",
+    ):
+        self.module, self.projections, self.bias = module, projections or Projections(), bias
 
     def tensors(self, a: Architecture) -> Shapes:
         shapes: Shapes = {"gate.weight": (a.num_experts, a.hidden_size)}
         if a.sigmoid_router and a.router_bias:
-            shapes["gate.e_score_correction_bias"] = (a.num_experts,)
+            shapes[self.bias] = (a.num_experts,)
         one = self.projections.tensors(a.hidden_size, a.expert_ffn_hidden_size)
         for expert in range(a.num_experts):
             shapes |= under(f"experts.{expert}.", one)
@@ -96,7 +102,7 @@ class Experts(LayerSpec):
         ours, theirs = parameters.within("mlp."), checkpoint.within(self.module)
         ours["router.weight"].copy_(theirs["gate.weight"])
         if a.sigmoid_router and a.router_bias:
-            ours["router.expert_bias"].copy_(theirs["gate.e_score_correction_bias"])
+            ours["router.expert_bias"].copy_(theirs[self.bias])
         local = a.num_experts // shard.ep_size
         for expert in range(local):
             target = ours.within(f"experts.local_experts.{expert}.")

@@ -6,6 +6,8 @@ from typing import Any
 from rlframe.models.families.base import faults_to_error
 
 NEEDED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "norm_topk_prob")
+PUBLISHED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""Keys that only the models' own code reads."""
 
 
 def features(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,8 +32,14 @@ def features(config: Mapping[str, Any]) -> dict[str, Any]:
             f"num_experts_per_tok {chosen} // topk_group {per_token} must be 2: Megatron-Core 0.16.1 ranks a group by "
             "that many of its experts, the model by 2"
         )
+    for key, known in PUBLISHED.items():
+        if hf.get(key, known) != known:
+            faults.append(f"{key} must be {known}, which is all that transformers computes, got {hf[key]!r:.60}")
+    layers, first = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
+    kinds = hf.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in range(layers)]
+    if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+        faults.append(f"mlp_layer_types must name dense or sparse for each of the {layers} layers, got {kinds!r:.60}")
     faults_to_error(hf, faults)
-    dense = hf.get("first_k_dense_replace") or 0
     return {
         "num_experts": hf["n_routed_experts"],
         "experts_per_token": chosen,
@@ -41,5 +49,5 @@ def features(config: Mapping[str, Any]) -> dict[str, Any]:
         "router_groups": groups,
         "router_groups_per_token": per_token,
         "router_scale": float(hf.get("routed_scaling_factor", 1.0)),
-        "moe_layers": tuple(layer >= dense for layer in range(hf["num_hidden_layers"])),
+        "moe_layers": tuple(kind == "sparse" for kind in kinds),
     }

@@ -26,6 +26,21 @@ class MLADimensions:
     rotary_head_dim: int
     """Dimensions with rotary positions. All key heads share theirs."""
     value_head_dim: int
+    norm_eps: float
+    """Epsilon of the norms of the narrow vectors, which is not that of the other norms."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexerDimensions:
+    """Sparse attention: an indexer of few narrow heads chooses the keys that each query sees (DeepSeek-V3.2, arXiv
+    2512.02556). Its weights are not trained."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    """Number of keys that a query sees at most."""
+    interleaved: bool
+    """Whether rotary positions pair neighbouring dimensions, instead of the halves of the rotary part of a head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +112,7 @@ class Architecture:
     qk_l2_norm: bool = False
     """Whether query and key heads are divided by their root mean square in the layers that have positions."""
     whole_qk_norm: bool = False
-    """Whether that norm is over all heads together instead, with a weight for each of their elements."""
+    """Whether the norms of `qk_norm` see all query heads, or all key heads, of a token together."""
     softmax_scale: float | None = None
     """Factor of the products of queries and keys. None for the root of 1 / head_dim."""
     norm_before: bool = True
@@ -112,6 +127,8 @@ class Architecture:
     """Factor of the embeddings as inputs of the first layer."""
     latent: MLADimensions | None = None
     """Multi-head latent attention, or None if the attention is not latent."""
+    indexer: IndexerDimensions | None = None
+    """The indexer of each layer, or None if queries see all keys."""
     sliding_window: int = 0
     """Number of tokens that a query sees in the layers of `window_layers`, its own included. 0 if no layer has a
     window."""
@@ -204,6 +221,13 @@ class Architecture:
                     "train.parallel",
                     said=f"cp {cp} cannot split the sequences of {self.model_type}, whose attention has sliding "
                     "windows, chunks or sinks: use tp",
+                )
+            )
+        if cp > 1 and self.indexer:
+            faults.append(
+                Fault(
+                    "train.parallel",
+                    said=f"cp {cp} cannot split the sequences of {self.model_type}, whose attention is sparse: use tp",
                 )
             )
         return faults + [

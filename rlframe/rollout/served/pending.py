@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlframe.cluster.watch.marks import mark
+from rlframe.models import transformers_config
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, versions_by_token
 from rlframe.utils.errors import RlframeError
@@ -113,9 +114,9 @@ def top_logprobs(ids: Tensor, nats: Tensor) -> TopLogprobs:
 
 def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:
     """Returns the end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    stated = [AutoConfig.from_pretrained(folder).eos_token_id, tokenizer.eos_token_id]
+    stated = [transformers_config.read(folder).eos_token_id, tokenizer.eos_token_id]
     if (folder / "generation_config.json").is_file():
         stated.append(GenerationConfig.from_pretrained(folder).eos_token_id)
     ids = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in stated)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from rlframe.models import transformers_config
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
@@ -122,9 +123,9 @@ class TransformersEngine(RolloutEngine):
         """Layout of the engine's memory for weight sync, recorded from the engine's own loader."""
 
     def _load(self, dtype: torch.dtype, random_seed: int | None, device: str) -> Any:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-        hf = AutoConfig.from_pretrained(self.folder)
+        hf = transformers_config.read(self.folder)
         windowed = any(kind != "full_attention" for kind in getattr(hf, "layer_types", None) or [])
         if windowed or (getattr(hf, "sliding_window", None) and getattr(hf, "use_sliding_window", True)):
             said = (
@@ -134,7 +135,7 @@ class TransformersEngine(RolloutEngine):
             raise ConfigError([Fault("rollout.name", got="transformers", stated=True, said=said)])
         options = {"dtype": dtype, "attn_implementation": ATTENTION}
         if random_seed is None:
-            return AutoModelForCausalLM.from_pretrained(self.folder, **options)
+            return AutoModelForCausalLM.from_pretrained(self.folder, config=hf, **options)
         weights = {
             # The weights are drawn on the trainer's device, as the trainer's are; the model is built on the CPU.
             name: random_tensor(name, shape, seed=random_seed, device=device).cpu()

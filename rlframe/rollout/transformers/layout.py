@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from rlframe.models import transformers_config
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
 from rlframe.utils.errors import ConfigError
@@ -38,7 +39,7 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
     Raises:
         ConfigError: `tp` is above 1 or `ep` is set.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from rlframe.rollout.transformers.engine import load_weights, weights_of
 
@@ -47,5 +48,5 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
     if found := faults(architecture, tp=tp, ep=ep):
         raise ConfigError(found)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(transformers_config.read(folder), dtype=dtype)
     return [record(load_weights, weights_of(model), family.tensors(architecture))]

@@ -62,10 +62,8 @@ def attention_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
     if a.linear_bias:
         found["linear_proj.bias"] = (a.hidden_size,)
     if a.qk_norm:
-        found["q_layernorm.weight"] = found["k_layernorm.weight"] = (a.head_dim,)
-    if a.whole_qk_norm:
-        found["q_layernorm.weight"] = (queries // tp,)
-        found["k_layernorm.weight"] = (a.num_kv_heads * a.head_dim // tp,)
+        heads = (a.num_attention_heads // tp, a.num_kv_heads // tp) if a.whole_qk_norm else (1, 1)
+        found["q_layernorm.weight"], found["k_layernorm.weight"] = ((each * a.head_dim,) for each in heads)
     if a.sinks:
         found["core_attention.softmax_offset"] = (a.num_attention_heads // tp,)
     return found

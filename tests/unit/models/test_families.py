@@ -8,8 +8,10 @@ import torch
 from rlframe.models.families.base import ClampedGlu, MLADimensions, Shard
 from rlframe.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from rlframe.models.families.glm4_moe import FAMILY as GLM4_MOE
+from rlframe.models.families.glm4_moe_lite import FAMILY as GLM4_MOE_LITE
 from rlframe.models.families.gpt_oss import FAMILY as GPT_OSS
 from rlframe.models.families.llama import FAMILY as LLAMA
+from rlframe.models.families.minimax_m2 import FAMILY as MINIMAX_M2
 from rlframe.models.families.mixtral import FAMILY as MIXTRAL
 from rlframe.models.families.qwen2 import FAMILY as QWEN2
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
@@ -163,7 +165,9 @@ def test_experts_of_deepseek_and_glm_are_read() -> None:
 
 def test_latent_attention_is_read() -> None:
     a = DEEPSEEK_V3.architecture(LATENT | {"n_group": 4, "topk_group": 2, "num_key_value_heads": 1})
-    assert a.latent == MLADimensions(query_rank=5, kv_rank=3, plain_head_dim=4, rotary_head_dim=2, value_head_dim=3)
+    assert a.latent == MLADimensions(
+        query_rank=5, kv_rank=3, plain_head_dim=4, rotary_head_dim=2, value_head_dim=3, norm_eps=1e-6
+    )
     # A head is 4 + 2 wide, and every one of the 4 has its own key.
     assert (a.head_dim, a.num_kv_heads) == (6, 4)
     assert (a.router_groups, a.router_groups_per_token) == (4, 2)
@@ -177,6 +181,15 @@ def test_yarn_has_the_defaults_of_transformers() -> None:
     # transformers reads mscale only beside mscale_all_dim.
     lone = DEEPSEEK_V3.architecture(LATENT | {"rope_scaling": rope | {"truncate": True, "mscale": 0.7}}).rope_scaling
     assert lone and (lone["mscale"], lone["mscale_all_dim"]) == (None, None)
+
+
+def test_minimax_is_read_as_published() -> None:
+    a = MINIMAX_M2.architecture(STACKED | {"rotary_dim": 2, "scoring_func": "sigmoid"})
+    assert a.rotary_percent == 0.5 and a.sigmoid_router and a.moe_layers == (True, True)
+    # Query heads 4 * 4 wide, of which a rank of two has half.
+    shard = Shard(num_layers=2, padded_vocab_size=6, tp_size=2)
+    assert MINIMAX_M2.tensors(a)["model.layers.0.self_attn.q_norm.weight"] == (16,)
+    assert MINIMAX_M2.parameters(a, shard)["decoder.layers.0.self_attention.k_layernorm.weight"] == (4,)
 
 
 def test_gpt_oss_is_read() -> None:
@@ -207,11 +220,16 @@ def test_an_expert_of_gpt_oss_is_its_slice_transposed() -> None:
         (GLM4_MOE, ROUTED, {"num_experts_per_tok": 1}, "norm_topk_prob must be false with one expert per token"),
         (GLM4_MOE, ROUTED, {"n_group": 3, "topk_group": 2}, "n_group 3 must divide n_routed_experts 8"),
         (DEEPSEEK_V3, LATENT, {"n_group": 4, "topk_group": 1}, "num_experts_per_tok 4 // topk_group 1 must be 2"),
-        (DEEPSEEK_V3, LATENT, {"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06"),
+        (DEEPSEEK_V3, LATENT, {"scoring_func": "softmax"}, "scoring_func must be sigmoid, .* got 'softmax'"),
+        (GLM4_MOE_LITE, LATENT, {"first_k_dense_replace": 2}, "first_k_dense_replace must be 1, .* got 2"),
+        (GLM4_MOE_LITE, LATENT, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name dense or sparse for each"),
         (DEEPSEEK_V3, LATENT, {"rope_interleave": False}, "rope_interleave must be true"),
         (DEEPSEEK_V3, LATENT, {"kv_lora_rank": None, "attention_bias": True}, "attention_bias is true"),
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn needs original_max_position"),
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"truncate": False}}, "rope truncate must be true"),
+        (MINIMAX_M2, STACKED, {"attn_type_list": [1, 0]}, "attn_type_list must be 1 for every layer"),
+        (MINIMAX_M2, STACKED, {"qk_norm_type": "per_head"}, "qk_norm_type must be per_layer, .* got 'per_head'"),
+        (MINIMAX_M2, STACKED, {"num_experts_per_tok": 1}, "num_experts_per_tok must be at least 2"),
         (GPT_OSS, STACKED, {"attention_bias": False}, "attention_bias must be true"),
         (GPT_OSS, STACKED, {"sliding_window": None}, "sliding_window is missing"),
         (GPT_OSS, STACKED, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),

@@ -18,7 +18,8 @@ from tests.tiny_models import MODELS
 pytestmark = pytest.mark.later
 
 WINDOWED = ("gpt_oss", "mistral", "olmo3", "gemma3", "llama4", "exaone4")
-SERVED = [name for name in MODELS if name not in ("deepseek_v3_yarn", "qwen3_yarn", "qwen2_linear", *WINDOWED)]
+VARIANTS = ("deepseek_v3_yarn", "kimi_k2", "glm4_moe_lite", "minimax_m2", "qwen3_yarn", "qwen2_linear")
+SERVED = [name for name in MODELS if name not in (*VARIANTS, *WINDOWED)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FORCED = SamplingParams(max_tokens=9, min_tokens=9)
 
@@ -258,3 +259,10 @@ def test_sleep_frees_the_cache_and_changes_nothing_else(folder_of):
     engine.sleep()
     engine.wake()
     assert engine.generate(requests) == before
+
+
+def test_a_model_type_that_transformers_does_not_have_is_served_without_its_own_code(folder_of):
+    requests = make_requests(2, sampling=GREEDY)
+    engine = start(folder_of("kimi_k2"))
+    assert type(engine.model).__name__ == "DeepseekV3ForCausalLM"
+    assert all(len(each.token_ids) for each in engine.generate(requests))

@@ -24,6 +24,9 @@ CASES = [
     ("qwen3_moe", 1, False),
     ("qwen3_moe", 2, False),
     ("qwen3_moe", 4, True),
+    ("kimi_k2", 2, False),
+    ("glm4_moe_lite", 2, True),
+    ("minimax_m2", 2, True),
     *(
         pytest.param(name, 2, False, marks=pytest.mark.thorough)
         for name in ("seed_oss", "mistral", "smollm3", "ministral3", "olmo2", "olmo3", "gemma3", "llama4", "exaone4")

@@ -1,0 +1,20 @@
+"""transformers' own configuration of a model folder."""
+
+from pathlib import Path
+from typing import Any
+
+from rlframe.models.hub import read_config
+
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers does not have, whose code on the hub computes what another type of transformers
+computes."""
+
+
+def read(folder: Path) -> Any:
+    """Returns the PreTrainedConfig of the model in `folder`, without running code of the folder."""
+    from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415 - takes seconds
+
+    model_type = read_config(folder)["model_type"]
+    if model_type in SAME_AS:
+        return CONFIG_MAPPING[SAME_AS[model_type]].from_pretrained(folder)
+    return AutoConfig.from_pretrained(folder)

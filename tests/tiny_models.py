@@ -41,6 +41,15 @@ LATENT: dict[str, Any] = ROUTED | {
     "n_group": 1,
     "topk_group": 1,
 }
+GATED_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -209,6 +218,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLiteConfig",
         LATENT | {"n_shared_experts": 1, "rms_norm_eps": LARGE_EPS, "pad_token_id": None},
     ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        GATED_DELTA_NET
+        | {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", GATED_DELTA_NET),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        GATED_DELTA_NET
+        | {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -237,7 +268,10 @@ def make(name: str, folder: pathlib.Path, **changes: Any) -> transformers.PreTra
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Norms and biases start as ones and zeros, which would hide a swap.
-            if parameter.dim() == 1 or parameter_name.endswith("_bias"):
+            if parameter_name.endswith("A_log"):
+                # The published ones forget nearly all of the state at each token.
+                parameter.uniform_(-4, 0)
+            elif parameter.dim() == 1 or parameter_name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * (0.3 if "norm" in parameter_name else 0.1))
         for buffer_name, buffer in model.named_buffers():
             # Wide enough to change the choice of experts.

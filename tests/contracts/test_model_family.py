@@ -16,16 +16,19 @@ from transformers import (
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
-    Ministral3Config,
     MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -68,6 +71,14 @@ LATENT = {
     "v_head_dim": 6,
 }
 STACKED = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
+GATED_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
 CONFIGS: dict[str, list[PretrainedConfig]] = {
     "llama": [LlamaConfig(**SIZES), LlamaConfig(**SIZES, tie_word_embeddings=True)],
     "qwen2": [Qwen2Config(**SIZES), Qwen2Config(**SIZES, tie_word_embeddings=True)],
@@ -88,6 +99,11 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
     "kimi_k2": [DeepseekV3Config(**(SIZES | ROUTED | LATENT))],
     "minimax_m2": [MiniMaxM2Config(**SIZES, num_local_experts=8, num_experts_per_tok=2, head_dim=8, rotary_dim=4)],
     "glm4_moe_lite": [Glm4MoeLiteConfig(**(SIZES | ROUTED | LATENT))],
+    "qwen3_next": [Qwen3NextConfig(**(SIZES | EXPERTS | GATED_DELTA_NET), shared_expert_intermediate_size=24)],
+    "qwen3_5_text": [Qwen3_5TextConfig(**SIZES, **GATED_DELTA_NET)],
+    "qwen3_5_moe_text": [
+        Qwen3_5MoeTextConfig(**(SIZES | EXPERTS | GATED_DELTA_NET), shared_expert_intermediate_size=24),
+    ],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
     "seed_oss": [SeedOssConfig(**SIZES, head_dim=8)],
     "mistral": [MistralConfig(**SIZES, sliding_window=None)],
@@ -106,6 +122,8 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
 }
 REFUSED = {
     "kimi_k25": "vision tower .* text_config as config.json",
+    "qwen3_5": "vision tower.*AutoModelForCausalLM",
+    "qwen3_5_moe": "vision tower",
     "gemma3": "vision tower",
     "mistral3": "vision tower",
     "llama4": "vision tower",
@@ -114,16 +132,9 @@ REFUSED = {
     "gemma4_unified": "heads of another width",
 }
 EXPERTS_IN = {
-    "qwen3_moe",
-    "mixtral",
-    "glm4_moe",
-    "deepseek_v3",
-    "gpt_oss",
-    "llama4_text",
-    "kimi_k2",
-    "minimax_m2",
-    "glm4_moe_lite",
-}
+    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text", "kimi_k2", "minimax_m2",
+    "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text",
+}  # fmt: skip
 DENSE = CONFIGS.keys() - EXPERTS_IN
 WHOLE_EXPERTS = {"gpt_oss"}
 """Families whose experts no tensor parallelism cuts."""

@@ -14,27 +14,36 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
     a, wanted = architecture, {}
     if a.linear_bias:
         wanted["add_bias_linear"] = True
-    if a.sinks:
-        wanted["softmax_type"] = "learnable"
-    if a.window_layers:
-        # Megatron counts the tokens to the left of the query.
-        wanted["window_size"] = (a.sliding_window - 1, 0)
-        wanted["window_attn_skip_freq"] = [int(windowed) for windowed in a.window_layers]
-    if a.softmax_scale is not None:
-        wanted["softmax_scale"] = a.softmax_scale
-    if a.no_rope_layers:
-        wanted["no_rope_freq"] = [int(without) for without in a.no_rope_layers]
     if a.clamped_glu:
         # Megatron then lets a module compute the activation: the one of `local_layers`, not Transformer Engine's.
         wanted |= {"use_te_activation_func": True, "bias_activation_fusion": False}
     if a.gelu:
         # Megatron's fused kernels have this one under the name of the exact gelu, which they replace by it.
         wanted |= {"activation_func": gelu_tanh, "bias_activation_fusion": False}
-    if a.rope_interleaved:
-        wanted["rotary_interleaved"] = True
     if not fuses_rope(a, on_cpu=on_cpu):
         wanted["apply_rope_fusion"] = False
-    return wanted | _norm_fields(a) | _router_fields(a) | _latent_fields(a)
+    return (
+        wanted | _attention_fields(a) | _norm_fields(a) | _router_fields(a) | _latent_fields(a) | _gated_delta_fields(a)
+    )
+
+
+def _attention_fields(a: Architecture) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if a.sinks:
+        fields["softmax_type"] = "learnable"
+    if a.window_layers:
+        # Megatron counts the tokens to the left of the query.
+        fields["window_size"] = (a.sliding_window - 1, 0)
+        fields["window_attn_skip_freq"] = [int(windowed) for windowed in a.window_layers]
+    if a.softmax_scale is not None:
+        fields["softmax_scale"] = a.softmax_scale
+    if a.no_rope_layers:
+        fields["no_rope_freq"] = [int(without) for without in a.no_rope_layers]
+    if a.rope_interleaved:
+        fields["rotary_interleaved"] = True
+    if a.output_gate:
+        fields["attention_output_gate"] = True
+    return fields
 
 
 def fuses_rope(a: Architecture, *, on_cpu: bool) -> bool:
@@ -63,6 +72,8 @@ def _router_fields(a: Architecture) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if a.shared_ffn_hidden_size:
         fields["moe_shared_expert_intermediate_size"] = a.shared_ffn_hidden_size
+    if a.shared_expert_gate:
+        fields["moe_shared_expert_gate"] = True
     if a.router_scale != 1:
         fields["moe_router_topk_scaling_factor"] = a.router_scale
     if a.sigmoid_router:
@@ -78,6 +89,21 @@ def _router_fields(a: Architecture) -> dict[str, Any]:
             "moe_router_group_topk": a.router_groups_per_token,
         }
     return fields
+
+
+def _gated_delta_fields(a: Architecture) -> dict[str, Any]:
+    """Returns the fields that `gated_delta_net` reads, and the one by which Megatron keeps layers apart in distributed
+    checkpoints."""
+    if a.gated_delta_net is None:
+        return {}
+    return {
+        "linear_attention_freq": [int(has) for has in a.gated_delta_layers],
+        "linear_num_key_heads": a.gated_delta_net.num_key_heads,
+        "linear_num_value_heads": a.gated_delta_net.num_value_heads,
+        "linear_key_head_dim": a.gated_delta_net.key_head_dim,
+        "linear_value_head_dim": a.gated_delta_net.value_head_dim,
+        "linear_conv_kernel_dim": a.gated_delta_net.conv_kernel,
+    }
 
 
 def _latent_fields(a: Architecture) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
 # Transformer Engine's fused modules have other names for norms and experts; families know only the local spec's names.
 CANONICAL_NAMES = (
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_(qkv|in)\.layer_norm_weight$"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
     (
         re.compile(r"mlp\.experts\.linear_(fc[12])\.(weight|bias)(\d+)$"),

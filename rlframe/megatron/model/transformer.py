@@ -1,12 +1,14 @@
 """Translates a family's Architecture into Megatron's configuration, layers and arguments."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,6 +22,7 @@ from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.cpu.attention import PackedAttention, RmsNorm
 from rlframe.megatron.cpu.local_layers import ExpertOutput, WholeLinear, clamped_glu
 from rlframe.megatron.model.architecture_fields import special_fields, yarn_attributes
+from rlframe.megatron.model.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from rlframe.megatron.model.layer_parts import set_parts
 from rlframe.megatron.model.sparse_attention import SparseLatentAttention
 from rlframe.megatron.model.training_fields import transformer_fields
@@ -137,9 +140,16 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
     with rlframe's norm and packed attention."""
     if device.type == "cuda":
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        # Layers of one kind are one object.
+        for layer in {id(layer): layer for layer in block.layer_specs}.values():
+            set_parts(architecture, config, layer, norm=block.layer_norm)
+        offset = get_transformer_layer_offset(config, vp_stage=chunk)
+        block.layer_specs = [
+            with_gated_delta_net(layer, cuda=True) if architecture.has_gated_delta_net(index) else layer
+            for index, layer in enumerate(block.layer_specs, start=offset)
+        ]
         for layer in block.layer_specs:
             set_activation(architecture, layer)
-            set_parts(architecture, config, layer, norm=block.layer_norm)
             attention = layer.submodules.self_attention
             if architecture.latent:
                 attention.module = LatentAttention
@@ -148,20 +158,31 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
             if architecture.whole_qk_norm:
                 attention.submodules.q_layernorm, attention.submodules.k_layernorm = QueryNorm, KeyNorm
         return block
-    sparse, dense = (
-        local_layer(architecture, config, num_experts=num_experts)
-        for num_experts in (architecture.num_experts or None, None)
-    )
     offset = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)
-    is_sparse = architecture.moe_layers if architecture.num_experts else (False,) * architecture.num_layers
-    layers = [sparse if is_sparse[index] else dense for index in range(offset, offset + count)]
+    layers = [local_layer(architecture, config, index) for index in range(offset, offset + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
 
 
-def local_layer(architecture: Architecture, config: TransformerConfig, *, num_experts: int | None) -> ModuleSpec:
-    """Returns Megatron's local layer with rlframe's norm and attention, because Megatron's support neither packing nor
-    SP."""
+def with_gated_delta_net(layer: ModuleSpec, *, cuda: bool) -> ModuleSpec:
+    """Returns the layer with a gated delta net in the place of its attention. On CUDA the first matrix has the norm
+    before it, as the one of queries, keys and values has."""
+    names = dict(layer.submodules.sharded_state_dict_keys_map)
+    if cuda:
+        matrices = GatedDeltaNetSubmodules(TELayerNormColumnParallelLinear, TERowParallelLinear)
+    else:
+        matrices = GatedDeltaNetSubmodules(ColumnParallelLinear, RowParallelLinear)
+        names["input_layernorm."] = "self_attention.linear_in.layer_norm_"
+    attention = ModuleSpec(module=GatedDeltaNet, submodules=matrices)
+    submodules = replace(layer.submodules, self_attention=attention, sharded_state_dict_keys_map=names)
+    return replace(layer, submodules=submodules)
+
+
+def local_layer(architecture: Architecture, config: TransformerConfig, index: int) -> ModuleSpec:
+    """Returns Megatron's local layer number `index` with rlframe's norm and attention, because Megatron's support
+    neither packing nor SP."""
+    sparse = bool(architecture.num_experts) and architecture.moe_layers[index]
+    num_experts = architecture.num_experts if sparse else None
     latent = architecture.latent is not None
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
@@ -191,7 +212,7 @@ def local_layer(architecture: Architecture, config: TransformerConfig, *, num_ex
         submodules(submodules(spec.submodules.mlp).experts).linear_fc2 = ExpertOutput
     set_activation(architecture, spec)
     set_parts(architecture, config, spec, norm=RmsNorm)
-    return spec
+    return with_gated_delta_net(spec, cuda=False) if architecture.has_gated_delta_net(index) else spec
 
 
 def make_sparse(architecture: Architecture, attention: ModuleSpec) -> None:

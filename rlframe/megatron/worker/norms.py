@@ -22,7 +22,7 @@ from rlframe.megatron.model.model import Model, named_parameters
 
 PARTS = {
     "router": re.compile(r"\.router\."),
-    "norms": re.compile(r"norm\.(weight|bias)$"),
+    "norms": re.compile(r"norm[._](weight|bias)$"),
     "experts": re.compile(r"experts\."),
     "embedding": re.compile(r"embedding"),
     "head": re.compile(r"output_layer\."),

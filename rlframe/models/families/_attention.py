@@ -16,7 +16,7 @@ class GroupedAttention(LayerSpec):
     def tensors(self, a: Architecture) -> Shapes:
         queries, keys = a.num_attention_heads * a.head_dim, a.num_kv_heads * a.head_dim
         shapes: Shapes = {}
-        for name, width in (("q", queries), ("k", keys), ("v", keys)):
+        for name, width in (("q", queries * (2 if a.output_gate else 1)), ("k", keys), ("v", keys)):
             shapes[f"self_attn.{name}_proj.weight"] = (width, a.hidden_size)
             if a.qkv_bias:
                 shapes[f"self_attn.{name}_proj.bias"] = (width,)
@@ -32,7 +32,8 @@ class GroupedAttention(LayerSpec):
 
     def parameters(self, a: Architecture, shard: Shard) -> Shapes:
         queries = a.num_attention_heads * a.head_dim // shard.tp_size
-        fused = (a.num_attention_heads + 2 * a.num_kv_heads) * a.head_dim // shard.tp_size
+        of_queries = 2 if a.output_gate else 1
+        fused = (of_queries * a.num_attention_heads + 2 * a.num_kv_heads) * a.head_dim // shard.tp_size
         shapes: Shapes = {
             "self_attention.linear_proj.weight": (a.hidden_size, queries),
             "self_attention.linear_qkv.weight": (fused, a.hidden_size),
@@ -56,12 +57,15 @@ class GroupedAttention(LayerSpec):
         queries = a.num_attention_heads // a.num_kv_heads
         of_rank = slice(shard.tp_rank * groups, (shard.tp_rank + 1) * groups)
         for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
-            # [groups, queries + 2, head_dim, ...]: per group its query heads, its key, its value.
-            fused = ours[f"linear_qkv.{kind}"].unflatten(0, (groups, queries + 2, a.head_dim))
-            heads = {"q": fused[:, :queries], "k": fused[:, queries : queries + 1], "v": fused[:, queries + 1 :]}
-            for name, part in heads.items():
-                tensor = theirs[f"{name}_proj.{kind}"]
-                part.copy_(tensor.unflatten(0, (a.num_kv_heads, -1, a.head_dim))[of_rank])
+            # [groups, heads, head_dim, ...]: per group its query heads, their gates, its key, its value.
+            fused = ours[f"linear_qkv.{kind}"].unflatten(0, (groups, -1, a.head_dim))
+            for name, part in {"k": fused[:, -2:-1], "v": fused[:, -1:]}.items():
+                part.copy_(theirs[f"{name}_proj.{kind}"].unflatten(0, (a.num_kv_heads, 1, a.head_dim))[of_rank])
+            # On disk a head's gate follows the head.
+            of_query = theirs[f"q_proj.{kind}"].unflatten(0, (a.num_kv_heads, queries, -1, a.head_dim))[of_rank]
+            fused[:, :queries].copy_(of_query[:, :, 0])
+            if a.output_gate:
+                fused[:, queries : 2 * queries].copy_(of_query[:, :, 1])
         ours["linear_proj.weight"].copy_(columns(theirs["o_proj.weight"], shard.tp_rank, shard.tp_size))
         if a.linear_bias:
             ours["linear_proj.bias"].copy_(theirs["o_proj.bias"])

@@ -20,6 +20,8 @@ class Decoder(Family):
     norms: Mapping[str, str] = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
     """Megatron's and Hugging Face's names of the norms of a layer, in width H."""
     attention: LayerSpec = GroupedAttention()
+    gated_delta_net: LayerSpec | None = None
+    """The attention of the layers in `Architecture.gated_delta_layers`. None if the family has no such layers."""
     mlp: LayerSpec = Mlp()
     """The MLP of the layers that are not in `Architecture.moe_layers`."""
     experts: LayerSpec = Experts()
@@ -31,6 +33,8 @@ class Decoder(Family):
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     partial_rope = False
     """Whether the family reads partial_rotary_factor."""
+    default_partial = 1.0
+    """Value of partial_rotary_factor if config.json has none."""
     attention_bias = False
     """Whether the family reads attention_bias."""
     layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
@@ -47,7 +51,13 @@ class Decoder(Family):
         heads = hf["num_attention_heads"]
         if not hf.get("head_dim") and hf["hidden_size"] % heads:
             faults_to_error(hf, [f"num_attention_heads {heads} must divide hidden_size {hf['hidden_size']}"])
-        rope = _rope.read(hf, default_theta=self.default_theta, kinds=self.rope_kinds, partial=self.partial_rope)
+        rope = _rope.read(
+            hf,
+            default_theta=self.default_theta,
+            kinds=self.rope_kinds,
+            partial=self.partial_rope,
+            default_partial=self.default_partial,
+        )
         faults_to_error(hf, self._unsupported(hf) + rope.faults)
         fields = {
             "model_type": hf["model_type"],
@@ -85,11 +95,20 @@ class Decoder(Family):
             faults.append("quantization_config is set: convert the checkpoint to bfloat16 first")
         return faults
 
+    def parts(self, a: Architecture, layer: int) -> tuple[LayerSpec, LayerSpec]:
+        """Returns the attention of layer number `layer`, and its MLP or experts."""
+        attention = self.attention
+        if a.has_gated_delta_net(layer):
+            assert self.gated_delta_net is not None
+            attention = self.gated_delta_net
+        return attention, self.experts if a.moe_layers[layer] else self.mlp
+
     def tensors(self, architecture: Architecture) -> Shapes:
         a = architecture
         shapes: Shapes = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
-        for layer, sparse in enumerate(a.moe_layers):
-            own = self.attention.tensors(a) | (self.experts if sparse else self.mlp).tensors(a)
+        for layer in range(a.num_layers):
+            attention, mlp = self.parts(a, layer)
+            own = attention.tensors(a) | mlp.tensors(a)
             own |= {f"{name}.weight": (a.hidden_size,) for name in self.norms.values()}
             shapes |= under(f"model.layers.{layer}.", own)
         shapes["model.norm.weight"] = (a.hidden_size,)
@@ -106,8 +125,8 @@ class Decoder(Family):
         if shard.has_embedding:
             shapes["embedding.word_embeddings.weight"] = vocabulary
         for layer in range(shard.num_layers):
-            own = self.attention.parameters(a, shard)
-            own |= (self.experts if a.moe_layers[shard.first_layer + layer] else self.mlp).parameters(a, shard)
+            attention, mlp = self.parts(a, shard.first_layer + layer)
+            own = attention.parameters(a, shard) | mlp.parameters(a, shard)
             own |= {f"{name}.weight": (a.hidden_size,) for name in self.norms}
             shapes |= under(f"decoder.layers.{layer}.", own)
         if shard.has_output:
@@ -132,8 +151,8 @@ class Decoder(Family):
         for layer in range(shard.num_layers):
             number = shard.first_layer + layer
             ours, theirs = Scope(parameters, f"decoder.layers.{layer}."), Scope(checkpoint, f"model.layers.{number}.")
-            self.attention.load(ours, theirs, architecture, shard)
-            (self.experts if architecture.moe_layers[number] else self.mlp).load(ours, theirs, architecture, shard)
+            for part in self.parts(architecture, number):
+                part.load(ours, theirs, architecture, shard)
             for target, source in self.norms.items():
                 ours[f"{target}.weight"].copy_(theirs[f"{source}.weight"])
         if shard.has_output:
@@ -173,8 +192,9 @@ def _contradictions(a: Architecture) -> list[str]:
             f"topk_group must be at most n_group {a.router_groups}, got {a.router_groups_per_token}",
         ),
         (
-            len(a.window_layers) in (0, a.num_layers),
-            f"layer_types must name {a.num_layers} layers, as num_hidden_layers says, got {len(a.window_layers)}",
+            max(len(a.window_layers), len(a.gated_delta_layers)) in (0, a.num_layers),
+            f"layer_types must name {a.num_layers} layers, as num_hidden_layers says, got "
+            f"{max(len(a.window_layers), len(a.gated_delta_layers))}",
         ),
         (
             len(a.chunk_layers) in (0, a.num_layers),

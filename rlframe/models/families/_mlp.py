@@ -66,15 +66,19 @@ class Experts(LayerSpec):
         module: the checkpoint's name of the whole module.
         projections: the checkpoint's names of an expert's matrices.
         bias: the checkpoint's name, in the module, of the router's bias for the choice.
+        shared: the checkpoint's name, in the module, of the expert that all tokens share.
     """
 
     def __init__(
         self,
         module: str = "mlp.",
         projections: Projections | None = None,
+        *,
         bias: str = "gate.e_score_correction_bias",
+        shared: str = "shared_experts",
     ):
-        self.module, self.projections, self.bias = module, projections or Projections(), bias
+        self.module, self.projections = module, projections or Projections()
+        self.bias, self.shared = bias, shared
 
     def tensors(self, a: Architecture) -> Shapes:
         shapes: Shapes = {"gate.weight": (a.num_experts, a.hidden_size)}
@@ -84,7 +88,9 @@ class Experts(LayerSpec):
         for expert in range(a.num_experts):
             shapes |= under(f"experts.{expert}.", one)
         if a.shared_ffn_hidden_size:
-            shapes |= under("shared_experts.", self.projections.tensors(a.hidden_size, a.shared_ffn_hidden_size))
+            shapes |= under(f"{self.shared}.", self.projections.tensors(a.hidden_size, a.shared_ffn_hidden_size))
+        if a.shared_expert_gate:
+            shapes[f"{self.shared}_gate.weight"] = (1, a.hidden_size)
         return under(self.module, shapes)
 
     def parameters(self, a: Architecture, shard: Shard) -> Shapes:
@@ -96,6 +102,8 @@ class Experts(LayerSpec):
             shapes |= under(f"experts.local_experts.{expert}.", one)
         if a.shared_ffn_hidden_size:
             shapes |= under("shared_experts.", fused(a.hidden_size, a.shared_ffn_hidden_size // shard.tp_size))
+        if a.shared_expert_gate:
+            shapes["shared_experts.gate_weight"] = (1, a.hidden_size)
         return under("mlp.", shapes)
 
     def load(self, parameters: Scope, checkpoint: Scope, a: Architecture, shard: Shard) -> None:
@@ -109,5 +117,7 @@ class Experts(LayerSpec):
             source = theirs.within(f"experts.{shard.ep_rank * local + expert}.")
             self.projections.load(target, source, shard.etp_rank, shard.etp_size)
         if a.shared_ffn_hidden_size:
-            target, source = ours.within("shared_experts."), theirs.within("shared_experts.")
+            target, source = ours.within("shared_experts."), theirs.within(f"{self.shared}.")
             self.projections.load(target, source, shard.tp_rank, shard.tp_size)
+        if a.shared_expert_gate:
+            ours["shared_experts.gate_weight"].copy_(theirs[f"{self.shared}_gate.weight"])

@@ -19,17 +19,20 @@ class Rope:
     faults: list[str]
 
 
-def read(hf: Mapping[str, Any], *, default_theta: float, kinds: tuple[str, ...], partial: bool) -> Rope:
+def read(
+    hf: Mapping[str, Any], *, default_theta: float, kinds: tuple[str, ...], partial: bool, default_partial: float = 1.0
+) -> Rope:
     """Reads rope_parameters, as transformers 5 writes it, or the two older keys.
 
     Args:
         kinds: the values of rope_type that the family knows.
         partial: whether the family may leave part of a head without positions.
+        default_partial: the part of a head that has positions if config.json does not say.
     """
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or default_theta)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    percent = float(rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0)
+    percent = float(rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or default_partial)
     faults = [] if partial or percent == 1.0 else [f"partial_rotary_factor must be 1, got {percent}"]
     scaling = None
     if kind not in kinds:

@@ -64,6 +64,35 @@ class QueryScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaNetDimensions:
+    """Gated delta net, attention with a state instead of keys and values (Yang et al. 2024, arXiv 2412.06464)."""
+
+    num_key_heads: int
+    """Number of query heads, and of key heads. Each serves as many consecutive value heads."""
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+    """Number of tokens that the convolution of queries, keys and values sees, the token's own included."""
+
+    @property
+    def values_per_key(self) -> int:
+        """Number of value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def conv_channels(self) -> int:
+        """Number of channels of the convolution that belong to one key head: its query, its key, its values."""
+        return 2 * self.key_head_dim + self.values_per_key * self.value_head_dim
+
+    @property
+    def projected(self) -> int:
+        """Number of inputs of one key head: the convolution's, the gates of its values, and two numbers for each value
+        head, of which the one sets how much it learns of a token and the other how much it forgets."""
+        return self.conv_channels + self.values_per_key * (self.value_head_dim + 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """The architecture of a decoder-only model, independent of its family."""
 
@@ -119,8 +148,6 @@ class Architecture:
     """Whether attention and MLP get their input through a norm."""
     norm_after: bool = False
     """Whether the output of attention and MLP passes a norm before it is added to the residual stream."""
-    zero_centered_norms: bool = False
-    """Whether norms multiply by 1 + weight. The norm inside a gated delta net multiplies by its weight."""
     gelu: bool = False
     """Whether the MLP's gate passes gelu, in its tanh approximation, instead of silu."""
     embedding_scale: float = 1.0
@@ -141,6 +168,14 @@ class Architecture:
     """[num_layers] True for layers whose attention has chunks. Empty if none has."""
     sinks: bool = False
     """Whether each head has a learned logit that takes part in the softmax and has no value."""
+    output_gate: bool = False
+    """Whether each query head has a gate, a vector of width head_dim whose sigmoid multiplies the head's output."""
+    gated_delta_net: GatedDeltaNetDimensions | None = None
+    """The attention of `gated_delta_layers`, or None if all layers have keys and values."""
+    gated_delta_layers: tuple[bool, ...] = ()
+    """[num_layers] True for layers with a gated delta net. Empty if none has."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight. The norm inside a gated delta net multiplies by its weight."""
     linear_bias: bool = False
     """Whether the projection back to H, the router and the experts have biases."""
     num_experts: int = 0
@@ -164,6 +199,9 @@ class Architecture:
     """Factor of the weights of the chosen experts."""
     shared_ffn_hidden_size: int = 0
     """Width of the expert that sees every token. 0 if there is none."""
+    shared_expert_gate: bool = False
+    """Whether the output of the expert that sees every token is multiplied by the sigmoid of one number of the
+    token."""
     clamped_glu: ClampedGlu | None = None
     """The activation that replaces silu(gate) * up in experts, or None."""
     moe_layers: tuple[bool, ...] = ()
@@ -174,6 +212,10 @@ class Architecture:
         if num_outputs is None:
             return self
         return replace(self, num_outputs=num_outputs, tie_embeddings=False)
+
+    def has_gated_delta_net(self, layer: int) -> bool:
+        """Returns whether layer number `layer` has a gated delta net instead of keys and values."""
+        return bool(self.gated_delta_layers) and self.gated_delta_layers[layer]
 
     def seen_tokens(self, layer: int, length: float) -> float:
         """Returns the mean number of tokens that a query of layer number `layer` sees in a sequence of `length`
@@ -191,6 +233,9 @@ class Architecture:
             ("tp", tp, "num_attention_heads", self.num_attention_heads),
             ("tp", tp, "num_kv_heads", self.num_kv_heads),
         ]
+        if net := self.gated_delta_net:
+            # With context parallelism a rank has the whole sequences of a part of its heads.
+            divisions.append(("tp * cp", tp * cp, "linear_num_key_heads", net.num_key_heads))
         faults = []
         if not all(self.moe_layers):
             divisions.append(("tp", tp, "ffn_hidden_size", self.ffn_hidden_size))

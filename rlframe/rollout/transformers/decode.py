@@ -269,9 +269,14 @@ class DecodeLoop:
         slots_of: dict[tuple[int, ...], list[int]] = {}
         for slot, text in enumerate(texts, start=first_slot):
             slots_of.setdefault(text, []).append(slot)
+        if self.slots.states is not None and () in slots_of:
+            self.slots.states.clear(self._integers(slots_of[()]))
         prompts = sorted((text for text in slots_of if text), key=len, reverse=True)
         while prompts:
             count = max(1, PREFILL_TOKENS // len(prompts[0]))
+            if self.slots.states is not None:
+                # A state would take up the padding too, so that only prompts of one length run together.
+                count = min(count, sum(len(prompt) == len(prompts[0]) for prompt in prompts))
             chunk, prompts = prompts[:count], prompts[count:]
             padded = torch.zeros(len(chunk), len(chunk[0]), dtype=torch.int64)
             for row, prompt in enumerate(chunk):
@@ -287,7 +292,13 @@ class DecodeLoop:
     def forward(self, tokens: Int[Tensor, "B Q"], positions: Int[Tensor, "B Q"]) -> Tensor:
         """Returns [B, V] logits after the last of the tokens."""
         output = self.model(
-            tokens, position_ids=positions, use_cache=False, logits_to_keep=1, slots=self.slots, return_dict=True
+            tokens,
+            position_ids=positions,
+            use_cache=False,
+            past_key_values=self.slots.states,
+            logits_to_keep=1,
+            slots=self.slots,
+            return_dict=True,
         )
         return output.logits[:, -1]
 

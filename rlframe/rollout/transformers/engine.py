@@ -25,6 +25,7 @@ from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.base.routes import RouteRecorder, Routers
 from rlframe.rollout.transformers.decode import Control, DecodeLoop
 from rlframe.rollout.transformers.kv_cache import ATTENTION, KVCache, attend
+from rlframe.rollout.transformers.states import KIND
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams, Scored
@@ -126,7 +127,9 @@ class TransformersEngine(RolloutEngine):
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
         hf = transformers_config.read(self.folder)
-        windowed = any(kind != "full_attention" for kind in getattr(hf, "layer_types", None) or [])
+        kinds = set(getattr(hf, "layer_types", None) or [])
+        self._with_states = KIND in kinds
+        windowed = bool(kinds - {"full_attention", KIND})
         if windowed or (getattr(hf, "sliding_window", None) and getattr(hf, "use_sliding_window", True)):
             said = (
                 f"{self.folder} has layers without full attention, which rollout.name=transformers "
@@ -237,11 +240,18 @@ class TransformersEngine(RolloutEngine):
     def _logprobs(self, sequence: ModelInput) -> Tensor:
         """Returns [L - 1, V] nats of every token in the place of each but the first."""
         tokens = torch.from_numpy(sequence.token_ids).to(self.model.device, torch.int64)[None]
-        slots = KVCache(num_slots=1, width=len(sequence), device=self.model.device)
+        slots = self._new_slots(num_slots=1, width=len(sequence))
         first = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         slots.prefill(slots=first, prompts=first)
         positions = torch.arange(len(sequence), device=self.model.device)[None]
-        output = self.model(tokens, position_ids=positions, use_cache=False, slots=slots, return_dict=True)
+        output = self.model(
+            tokens,
+            position_ids=positions,
+            use_cache=False,
+            past_key_values=slots.states,
+            slots=slots,
+            return_dict=True,
+        )
         return output.logits[0, :-1].float().log_softmax(-1)
 
     def _check(self, request: GenerationRequest) -> None:
@@ -262,8 +272,11 @@ class TransformersEngine(RolloutEngine):
         width = max(request.prompt_tokens + request.sampling.max_tokens for request in requests)
         if self._slots is None or not self._slots.fits(num_slots=num_slots, width=width):
             self._slots = None
-            self._slots = KVCache(num_slots=num_slots, width=width, device=self.model.device)
+            self._slots = self._new_slots(num_slots=num_slots, width=width)
         return self._slots
+
+    def _new_slots(self, *, num_slots: int, width: int) -> KVCache:
+        return KVCache(num_slots=num_slots, width=width, device=self.model.device, with_states=self._with_states)
 
     def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
         (own,) = calls

@@ -12,6 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from rlframe.rollout.transformers.states import States
+
 ATTENTION = "rlframe_slots"
 """Name of `attend` in transformers' attention registry."""
 
@@ -19,8 +21,10 @@ ATTENTION = "rlframe_slots"
 class KVCache:
     """Key-value memory for S sequences of up to W tokens in each layer."""
 
-    def __init__(self, *, num_slots: int, width: int, device: torch.device):
+    def __init__(self, *, num_slots: int, width: int, device: torch.device, with_states: bool = False):
         self.num_slots = num_slots
+        self.states = States(num_slots=num_slots) if with_states else None
+        """States of the layers without keys and values. None if all have these."""
         self.width = width
         self._device = device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -44,6 +48,8 @@ class KVCache:
             prompts: row of the forward pass that each of `slots` copies.
         """
         self._targets, self._sources = slots, prompts
+        if self.states is not None:
+            self.states.prefill(slots, prompts)
 
     def decode(self, positions: Int[Tensor, " B"], *, used: int, dtype: torch.dtype) -> None:
         """Makes the next forward pass one over a single token of each of the first B slots.
@@ -53,12 +59,16 @@ class KVCache:
             used: number of columns to read; greater than the largest position.
         """
         self._used, self._sources = used, None
+        if self.states is not None:
+            self.states.decode(len(positions))
         self._targets, self._positions = self._all[: len(positions)], positions
         unseen = self._columns[:used] > positions[:, None]
         self._mask = torch.zeros(unseen.shape, dtype=dtype, device=self._device).masked_fill_(unseen, -torch.inf)
 
     def move(self, *, sources: Int[Tensor, " N"], targets: Int[Tensor, " N"], used: int) -> None:
         """Copies the first `used` columns of slots `sources` to slots `targets`."""
+        if self.states is not None:
+            self.states.move(sources, targets)
         for memory in (tensor for layer in self._layers.values() for tensor in layer):
             memory[targets, :, :used] = memory[sources, :, :used]
 

@@ -7,6 +7,7 @@ tests/multiprocess/megatron/test_saved_activations.py, those of CUDA with measur
 examples/benchmarks/results/preflight.md.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -16,10 +17,12 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models.families.base import Architecture
 from rlframe.run.preflight import constants
-from rlframe.run.preflight.weights import is_sparse
+from rlframe.run.preflight.weights import LayerKind, kind_of
 from rlframe.run.preflight.workload import layout_of
 
 FLOAT32 = 4
+CHUNK = 64
+"""Tokens that the gated delta rule computes at once (megatron/packed/gated_delta_rule.py)."""
 
 
 class Place(StrEnum):
@@ -74,17 +77,20 @@ class Kernels:
         return 1 if self.fp8 else self.itemsize
 
 
-def layer(architecture: Architecture, kernels: Kernels, parallel: Parallel, *, sparse: bool) -> Iterator[Saved]:
+def layer(architecture: Architecture, kernels: Kernels, parallel: Parallel, kind: LayerKind) -> Iterator[Saved]:
     """Yields what one layer keeps without recomputation."""
     size, hidden = kernels.itemsize, architecture.hidden_size
     yield Saved("input of the attention's norm", Place.ATTENTION, hidden * size)
     if architecture.norm_before:
         yield Saved("output of the attention's norm", Place.NORM, hidden * kernels.input_size)
-    yield from _latent(architecture, kernels) if architecture.latent else _attention(architecture, kernels)
+    if kind.gated_delta:
+        yield from _gated_delta_net(architecture, kernels)
+    else:
+        yield from _latent(architecture, kernels) if architecture.latent else _attention(architecture, kernels)
     yield Saved("input of the MLP's norm", Place.ATTENTION, hidden * size)
     # Transformer Engine fuses the norm with the first product of a dense MLP, and recomputes it with it. The router
     # reads the norm's output, in its own number format.
-    fused = kernels.cuda and not sparse
+    fused = kernels.cuda and not kind.sparse
     place = Place.MLP if fused else Place.NORM
     if architecture.norm_before:
         yield Saved("output of the MLP's norm", place, hidden * (kernels.input_size if fused else size))
@@ -93,13 +99,17 @@ def layer(architecture: Architecture, kernels: Kernels, parallel: Parallel, *, s
     if architecture.gelu:
         kernels = replace(kernels, fused_activation=False)
     yield from (
-        _experts(architecture, kernels, parallel) if sparse else _mlp(architecture.ffn_hidden_size, kernels, Place.MLP)
+        _experts(architecture, kernels, parallel)
+        if kind.sparse
+        else _mlp(architecture.ffn_hidden_size, kernels, Place.MLP)
     )
 
 
 def _attention(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
     size, heads = kernels.itemsize, architecture.num_attention_heads
     queries, keys = heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
+    if architecture.output_gate:
+        yield Saved("gates, and the gated output", Place.ATTENTION, queries * (FLOAT32 + size))
     if not kernels.cuda:
         yield from _local_attention(queries, keys, heads, architecture, size)
         return
@@ -136,6 +146,28 @@ def _latent(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
     yield Saved("queries, keys and values", Place.ATTENTION, (2 * queries + values) * size)
     yield Saved("output of the attention", Place.ATTENTION, values * size)
     yield Saved("logarithms of the softmax's sums", Place.CORE, heads * FLOAT32)
+
+
+def _gated_delta_net(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
+    """Yields the rows of a gated delta net: on CUDA those of flash-linear-attention's kernel, not measured, else those
+    of packed/gated_delta_rule.py."""
+    net, size = architecture.gated_delta_net, kernels.itemsize
+    assert net is not None
+    heads = net.num_value_heads
+    keys, values = heads * net.key_head_dim, heads * net.value_head_dim
+    channels = net.num_key_heads * net.conv_channels
+    inputs = net.num_key_heads * net.projected * size
+    yield Saved("channels before and after the convolution", Place.CORE, 2 * channels * size, inputs)
+    yield Saved("decays, rates and lengths of keys", Place.CORE, 10 * heads * FLOAT32)
+    if kernels.cuda:
+        yield Saved("queries, keys and values of the chunks", Place.CORE, (2 * keys + values) * size)
+        yield Saved("products of the keys in a chunk", Place.CORE, heads * CHUNK * size)
+    else:
+        yield Saved("queries and keys", Place.CORE, (11 * keys + 4 * values) * FLOAT32)
+        yield Saved("products of queries and keys in a chunk", Place.CORE, 6 * heads * CHUNK * FLOAT32)
+        yield Saved("states before each chunk", Place.CORE, keys * net.value_head_dim / CHUNK * 2 * FLOAT32)
+    yield Saved("outputs, norms and gates", Place.CORE, values * (3 * FLOAT32 + 2 * size))
+    yield Saved("input of the projection", Place.ATTENTION, values * kernels.input_size)
 
 
 def _mlp(width: int, kernels: Kernels, place: Place) -> Iterator[Saved]:
@@ -189,25 +221,25 @@ def of_stage(
     """Returns the activations of a stage's layers for `tokens` tokens of the rank."""
     parallel, kernels = layout_of(train.parallel), Kernels.of(train, cuda=cuda)
     share = tokens / parallel.tp
-    kinds = {sparse: list(layer(architecture, kernels, parallel, sparse=sparse)) for sparse in kinds_of(architecture)}
-    whole = {sparse: sum(each.bytes for each in rows) * share for sparse, rows in kinds.items()}
-    used = {sparse: kept(iter(rows), train) * share for sparse, rows in kinds.items()}
-    sparse = [is_sparse(architecture, index) for index in layers]
+    rows_of = {kind: list(layer(architecture, kernels, parallel, kind)) for kind in kinds_of(architecture)}
+    whole = {kind: sum(each.bytes for each in rows) * share for kind, rows in rows_of.items()}
+    used = {kind: kept(iter(rows), train) * share for kind, rows in rows_of.items()}
+    kinds = [kind_of(architecture, index) for index in layers]
     boundary = architecture.hidden_size * kernels.itemsize * share
     largest = max(whole.values())
     if train.recompute is not Recompute.FULL:
-        return Activations(kept=sum(used[each] for each in sparse), working=largest)
+        return Activations(kept=sum(used[each] for each in kinds), working=largest)
     options = train.recompute_options
     if options.method is RecomputeMethod.UNIFORM:
         groups = -(-len(layers) // options.layers)
         return Activations(kept=groups * boundary, working=options.layers * largest)
     again = min(options.layers, len(layers))
-    return Activations(kept=again * boundary + sum(whole[each] for each in sparse[again:]), working=largest)
+    return Activations(kept=again * boundary + sum(whole[each] for each in kinds[again:]), working=largest)
 
 
-def kinds_of(architecture: Architecture) -> set[bool]:
-    """Returns whether the model has layers with experts, without, or both."""
-    return {is_sparse(architecture, index) for index in range(architecture.num_layers)}
+def kinds_of(architecture: Architecture) -> Counter[LayerKind]:
+    """Returns the number of layers of each kind."""
+    return Counter(kind_of(architecture, index) for index in range(architecture.num_layers))
 
 
 def recomputed_fraction(train: TrainConfig, num_layers: int) -> float:

@@ -41,11 +41,25 @@ class EngineMemory:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of the keys and values of one token on one device. Key heads that tp does not divide are copied."""
+        """Bytes of the keys and values of one token on one device, with its share of the sequence's states. Key heads
+        that tp does not divide are copied."""
         tp, shape = self.config.devices_per_engine, self.architecture
         if shape.latent:
             return shape.num_layers * (shape.latent.kv_rank + shape.latent.rotary_head_dim) * self.itemsize
-        return 2 * shape.num_layers * max(1, shape.num_kv_heads / tp) * shape.head_dim * self.itemsize
+        layers = shape.num_layers - sum(shape.gated_delta_layers)
+        keys = 2 * layers * max(1, shape.num_kv_heads / tp) * shape.head_dim * self.itemsize
+        return keys + self.state_bytes / self.sequence_tokens
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the states of one sequence's gated delta nets on one device: of the rule in float32, and of the
+        convolution."""
+        net = self.architecture.gated_delta_net
+        if net is None:
+            return 0.0
+        rule = net.num_value_heads * net.key_head_dim * net.value_head_dim * 4
+        convolution = net.num_key_heads * net.conv_channels * (net.conv_kernel - 1) * self.itemsize
+        return sum(self.architecture.gated_delta_layers) * (rule + convolution) / self.config.devices_per_engine
 
     @property
     def cache_bytes(self) -> float:

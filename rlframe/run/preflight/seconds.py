@@ -16,7 +16,7 @@ from rlframe.run.preflight import activations, constants
 from rlframe.run.preflight.devices import Speeds
 from rlframe.run.preflight.engine import EngineMemory
 from rlframe.run.preflight.trainer import TrainerMemory
-from rlframe.run.preflight.weights import StageWeights, is_sparse
+from rlframe.run.preflight.weights import StageWeights, is_sparse, kind_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +53,37 @@ def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_leng
         projections += shape.kv_rank * heads * (shape.plain_head_dim + shape.value_head_dim)
     sparse = sum(is_sparse(architecture, layer) for layer in layers)
     plain = len(layers) - sparse
+    states = sum(architecture.has_gated_delta_net(layer) for layer in layers)
+    into_states, in_states = gated_delta_operations(architecture) if states else (0.0, 0.0)
+    if architecture.output_gate:
+        projections += hidden * queries
     mlp = 3 * hidden * architecture.ffn_hidden_size
     shared = 3 * hidden * architecture.shared_ffn_hidden_size + hidden * architecture.num_experts
     each = 3 * hidden * architecture.expert_ffn_hidden_size * architecture.experts_per_token
-    seen = Counter(architecture.seen_tokens(layer, mean_length) for layer in layers)
+    seen = Counter(
+        architecture.seen_tokens(layer, mean_length) for layer in layers if not architecture.has_gated_delta_net(layer)
+    )
     outputs = architecture.vocab_size if architecture.num_outputs is None else architecture.num_outputs
     return Operations(
-        dense=2 * (len(layers) * projections + plain * mlp + sparse * shared),
-        attention=4 * sum(count * tokens for tokens, count in seen.items()) * heads * width,
+        dense=2 * ((len(layers) - states) * projections + plain * mlp + sparse * shared) + states * into_states,
+        attention=4 * sum(count * tokens for tokens, count in seen.items()) * heads * width + states * in_states,
         experts=2 * sparse * each,
         head=2 * hidden * outputs if last else 0.0,
     )
+
+
+def gated_delta_operations(architecture: Architecture) -> tuple[float, float]:
+    """Returns the operations of a token in one gated delta net: of its two matrices, and of the rule by chunks.
+
+    In a chunk each token's key and query meet all keys, two triangular systems are solved for values and keys, and what
+    is learned is read; then the state is read twice and written once (Yang et al. 2024, arXiv 2412.06464, section 3.3).
+    """
+    net, hidden = architecture.gated_delta_net, architecture.hidden_size
+    assert net is not None
+    keys, values = net.key_head_dim, net.value_head_dim
+    matrices = hidden * (net.num_key_heads * net.projected + net.num_value_heads * values)
+    rule = activations.CHUNK * (3 * keys + 2 * values) + 3 * keys * values
+    return 2.0 * matrices, 2.0 * net.num_value_heads * rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,9 +149,8 @@ class TrainerSeconds:
         sparse = sum(is_sparse(memory.architecture, layer) for layer in stage.layers)
         kept = sum(
             layers * each.bytes
-            for layers, kind in ((sparse, True), (len(stage.layers) - sparse, False))
-            if layers
-            for each in activations.layer(memory.architecture, kernels, parallel, sparse=kind)
+            for kind, layers in Counter(kind_of(memory.architecture, layer) for layer in stage.layers).items()
+            for each in activations.layer(memory.architecture, kernels, parallel, kind)
         )
         moved = kept * constants.PASSES * times / 3 * share / speeds.memory
         experts = share * count.experts * weight_free / (flops * constants.EXPERT_EFFICIENCY)
@@ -140,7 +159,7 @@ class TrainerSeconds:
             attention=share * count.attention * attention_times(again, backward=backward) / flops,
             experts=experts,
             elementwise=moved + sparse * self._sorting(share) * times / 3,
-            exchange=self._exchange(len(stage.layers), sparse, share, times),
+            exchange=self._exchange(stage.layers, sparse, share, times),
             launches=self._launches(len(stage.layers), sparse, again, backward=backward),
             expert_launches=self._expert_launches(sparse, experts / times) if backward else 0.0,
         )
@@ -150,19 +169,25 @@ class TrainerSeconds:
         inputs = shape.experts_per_token * shape.hidden_size * self.memory.itemsize
         return share * inputs * constants.SORTING_PASSES / self.speeds.memory
 
-    def _exchange(self, layers: int, sparse: int, share: float, times: float) -> float:
+    def _exchange(self, stage: tuple[int, ...], sparse: int, share: float, times: float) -> float:
         """Returns the seconds of the messages of a micro-batch: to and from experts (ep), around attention and MLP (tp:
-        two gathers and two scatters of the hidden states a pass), and of keys and values (cp)."""
+        two gathers and two scatters of the hidden states a pass), and of keys and values
+        (cp)."""
         memory, parallel = self.memory, self.memory.parallel
         shape, size = memory.architecture, memory.itemsize
         link = self.speeds.network if self.spans_hosts else self.speeds.peer
         hidden = shape.hidden_size * size
         # times counts backward twice, but messages go the same way back once: 3 becomes 2.
         rounds = times if times < 2 else times - 1
+        layers, states = len(stage), sum(shape.has_gated_delta_net(layer) for layer in stage)
         ranks = parallel.ep * parallel.etp
         to_experts = 2 * shape.experts_per_token * hidden * share * (ranks - 1) / ranks * sparse
         around = 4 * hidden * share * (parallel.tp - 1) * (layers - sparse / 2)
-        keys = 2 * shape.num_kv_heads * shape.head_dim * size * share * (parallel.cp - 1) * layers
+        keys = 2 * shape.num_kv_heads * shape.head_dim * size * share * (parallel.cp - 1) * (layers - states)
+        if net := shape.gated_delta_net:
+            # Inputs of the heads to the ranks that have whole sequences of them, and their outputs back.
+            heads = net.num_key_heads * net.projected + net.num_value_heads * net.value_head_dim
+            keys += heads * size * share * (parallel.cp - 1) / parallel.cp * states
         stages = 2 * hidden * share if parallel.pp > 1 else 0.0
         moved = to_experts / link + (around + keys + stages) / self.speeds.peer
         return moved * rounds / constants.COLLECTIVE_EFFICIENCY

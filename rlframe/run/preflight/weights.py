@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlframe.megatron.config.lora import ALL_LINEAR, LoraConfig
 from rlframe.megatron.config.parallel import Parallel
@@ -13,12 +14,23 @@ from rlframe.models.stages import chunk_layers
 MODULES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
+    "linear_in": ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "linear_out": ("out_proj",),
     "linear_fc1": ("gate_proj", "up_proj", "w1", "w3"),
     "linear_fc2": ("down_proj", "w2"),
 }
 """Megatron's names of modules for train.lora.target_modules, and those of checkpoints."""
-NOT_ADAPTED = ("mlp.gate", "router", "block_sparse_moe.gate", "norm")
+NOT_ADAPTED = ("mlp.gate", "router", "block_sparse_moe.gate", "shared_expert_gate", "norm")
 """Ends of modules of a layer that have no adapter: routers and norms."""
+
+
+class LayerKind(NamedTuple):
+    """What a layer is made of. Layers of one kind have the same sizes."""
+
+    sparse: bool
+    """Whether it has experts."""
+    gated_delta: bool = False
+    """Whether it has a gated delta net."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +61,7 @@ class Counter:
 
     def __init__(self, family: Family, architecture: Architecture):
         self.family, self.architecture = family, architecture
-        self._parts: dict[tuple[int, int, int, str], tuple[int, int]] = {}
+        self._parts: dict[tuple[int, int, int, str | LayerKind], tuple[int, int]] = {}
         self._tensors: dict[str, tuple[int, ...]] | None = None
 
     @property
@@ -93,9 +105,9 @@ class Counter:
         )  # fmt: skip
 
     def _layer(self, parallel: Parallel, layer: int) -> tuple[int, int]:
-        return self._part(parallel, "sparse" if is_sparse(self.architecture, layer) else "plain", layer)
+        return self._part(parallel, kind_of(self.architecture, layer), layer)
 
-    def _part(self, parallel: Parallel, kind: str, layer: int = 0) -> tuple[int, int]:
+    def _part(self, parallel: Parallel, kind: str | LayerKind, layer: int = 0) -> tuple[int, int]:
         """Returns the dense and the expert parameters of one layer, or of what is before or after all layers."""
         key = (parallel.tp, parallel.ep, parallel.etp, kind)
         if key not in self._parts:
@@ -104,7 +116,7 @@ class Counter:
                 ep_size=parallel.ep,
                 etp_size=parallel.etp,
                 first_layer=layer,
-                num_layers=1 if kind in ("plain", "sparse") else 0,
+                num_layers=1 if isinstance(kind, LayerKind) else 0,
                 has_embedding=kind in ("embedding", "both ends"),
                 has_output=kind in ("output", "both ends"),
                 padded_vocab_size=padded_vocab_size(self.architecture, tp=parallel.tp),
@@ -134,6 +146,11 @@ class Counter:
             if f".layers.{layer}." in name and len(shape) == 2 and name.endswith(".weight"):
                 if not name.removesuffix(".weight").endswith(NOT_ADAPTED):
                     yield name, shape
+
+
+def kind_of(architecture: Architecture, layer: int) -> LayerKind:
+    """Returns the kind of a layer."""
+    return LayerKind(is_sparse(architecture, layer), architecture.has_gated_delta_net(layer))
 
 
 def is_sparse(architecture: Architecture, layer: int) -> bool:

@@ -22,7 +22,7 @@ from rlframe.utils.errors import CheckpointError
 from tests.multiprocess.distributed import run_distributed, template
 from tests.tiny_models import make
 
-MODELS = ("qwen3_moe", "qwen3", "llama_scaled", "glm4_moe")
+MODELS = ("qwen3_moe", "qwen3", "llama_scaled", "glm4_moe", "qwen3_next")
 LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 4096}
 """52 M parameters: 208 MB in float32, in tensors of 8 MB at most."""
 

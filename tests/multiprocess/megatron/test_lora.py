@@ -40,6 +40,7 @@ CASES: list[dict[str, Any]] = [
     # No dense parameter is trained, and on the first stage nothing at all.
     {"model": "qwen3_moe", "layout": "d2e2", "target_modules": ["gate_proj", "up_proj", "down_proj"]},
     {"model": "qwen3", "layout": "d1p2", "target_modules": ["lm_head"]},
+    {"model": "qwen3_next", "layout": "d1t2", "target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]},
     {"model": "qwen3_moe", "layout": "d1t2", "dropout": 0.25},
     {"model": "qwen3_moe", "layout": "d1t2", "dropout": 0.25, "recompute": "full"},
 ]

@@ -13,8 +13,10 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
+from rlframe.models.families.qwen3_5_text import FAMILY as QWEN35
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.run.preflight import activations
+from rlframe.run.preflight.weights import LayerKind
 from rlframe.types.batch import Sequences
 from tests.multiprocess.distributed import run_distributed
 
@@ -45,6 +47,17 @@ MOE = BASE | {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+}
+
+
+STATES = BASE | {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
 }
 
 
@@ -119,7 +132,7 @@ def saved_bytes(rank: int, init_method: str, hf: dict[str, Any], options: dict[s
 
 def predicted(hf: dict[str, Any], options: dict[str, Any]) -> float:
     """Preflight's bytes: the layers', and input and output of the last norm; besides token ids and rotary angles."""
-    family = QWEN3 if hf["model_type"] == "qwen3" else QWEN3_MOE
+    family = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "qwen3_5_text": QWEN35}[hf["model_type"]]
     architecture, train = family.architecture(hf), TrainConfig(dtype="float32", **options)
     tokens = sum(LENGTHS)
     layers = tuple(range(architecture.num_layers))
@@ -129,7 +142,9 @@ def predicted(hf: dict[str, Any], options: dict[str, Any]) -> float:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("hf", "module"), [(DENSE, "mlp"), (MOE, "moe")], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("hf", "module"), [(DENSE, "mlp"), (MOE, "moe"), (STATES, "mlp")], ids=["dense", "experts", "states"]
+)
 def test_activations_are_those_that_autograd_keeps(hf: dict[str, Any], module: str) -> None:
     cases = CASES | {module: selective(module)}
     (real,) = run_distributed(saved_bytes, 1, hf, cases)
@@ -144,5 +159,5 @@ def test_a_layer_that_is_recomputed_keeps_its_input_only() -> None:
     found = activations.of_stage(architecture, train, (0, 1, 2, 3), tokens=10, cuda=False)
     assert found.kept == 4 * 10 * 64 * 4
     kernels = activations.Kernels.of(train, cuda=False)
-    whole = activations.layer(architecture, kernels, Parallel(), sparse=False)
+    whole = activations.layer(architecture, kernels, Parallel(), LayerKind(sparse=False))
     assert found.working == 10 * sum(each.bytes for each in whole)

@@ -35,7 +35,10 @@ def shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
         norms = ["input_layernorm", "pre_mlp_layernorm"] if a.norm_before else []
         norms += ["self_attn_bda.norm", "mlp_bda.norm"] if a.norm_after else []
         found |= {f"{prefix}{norm}.weight": (hidden,) for norm in norms}
-        attention = latent_shapes(a, shard.tp_size) if a.latent else attention_shapes(a, shard.tp_size)
+        if a.gated_delta_layers and a.gated_delta_layers[shard.first_layer + layer]:
+            attention = gated_delta_shapes(a, shard.tp_size)
+        else:
+            attention = latent_shapes(a, shard.tp_size) if a.latent else attention_shapes(a, shard.tp_size)
         found |= {f"{prefix}self_attention.{name}": shape for name, shape in attention.items()}
         if a.moe_layers[shard.first_layer + layer]:
             mlp = expert_shapes(a, shard)
@@ -53,6 +56,8 @@ def shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
 def attention_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
     """Of one layer's attention."""
     width, queries = (a.num_attention_heads + 2 * a.num_kv_heads) * a.head_dim, a.num_attention_heads * a.head_dim
+    if a.output_gate:
+        width += queries
     found: dict[str, tuple[int, ...]] = {
         "linear_qkv.weight": (width // tp, a.hidden_size),
         "linear_proj.weight": (a.hidden_size, queries // tp),
@@ -67,6 +72,22 @@ def attention_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
     if a.sinks:
         found["core_attention.softmax_offset"] = (a.num_attention_heads // tp,)
     return found
+
+
+def gated_delta_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
+    """Of one layer's gated delta net."""
+    assert a.gated_delta_net
+    net, hidden = a.gated_delta_net, a.hidden_size
+    keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
+    return {
+        # Queries, keys, values, gates, and two numbers for each value head.
+        "linear_in.weight": ((2 * keys + 2 * values + 2 * net.num_value_heads) // tp, hidden),
+        "conv_weight": ((2 * keys + values) // tp, net.conv_kernel),
+        "dt_bias": (net.num_value_heads // tp,),
+        "A_log": (net.num_value_heads // tp,),
+        "norm_weight": (net.value_head_dim,),
+        "linear_out.weight": (hidden, values // tp),
+    }
 
 
 def latent_shapes(a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
@@ -105,6 +126,8 @@ def expert_shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
     if shared := a.shared_ffn_hidden_size // shard.tp_size:
         found["shared_experts.linear_fc1.weight"] = (2 * shared, hidden)
         found["shared_experts.linear_fc2.weight"] = (hidden, shared)
+    if a.shared_expert_gate:
+        found["shared_experts.gate_weight"] = (1, hidden)
     return found
 
 

@@ -1,0 +1,160 @@
+"""Gated delta net in the place of a layer's attention, over packed sequences, for Transformer Engine's layers and for
+the local ones.
+
+Megatron-Core's own needs flash-linear-attention, and 0.16.1 refuses packed sequences.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor
+
+from rlframe.megatron.packed.context_parallel import rows_of_rank
+from rlframe.megatron.packed.gated_delta_rule import convolve, gated_delta_rule
+
+SPLIT_BY_HEADS = ("conv_weight", "dt_bias", "A_log")
+"""Parameters of which tensor parallelism gives each rank those of its heads."""
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """The two matrices: into the inputs of the key heads, with the layer's norm if it is fused, and back to H."""
+
+    linear_in: ModuleSpec | type
+    linear_out: ModuleSpec | type
+
+
+class GatedDeltaNet(MegatronModule):
+    """Convolution, gated delta rule and gated norm of this rank's heads (Yang et al. 2024, arXiv 2412.06464, figure 1).
+
+    Inputs are stored by key head: its query, its key, its values, their gates, and two numbers for each value head.
+    With context parallelism a rank exchanges its tokens of all heads for all tokens of a part of the heads, and back.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, **_: Any):
+        super().__init__(config)
+        self.cp_group = parallel_state.get_context_parallel_group()
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.values_per_key = config.linear_num_value_heads // config.linear_num_key_heads
+        self.channels = 2 * self.key_dim + self.values_per_key * self.value_dim
+        self.num_keys = config.linear_num_key_heads // config.tensor_model_parallel_size
+        num_values = self.num_keys * self.values_per_key
+        inputs = self.channels + self.values_per_key * (self.value_dim + 2)
+        linear = {"config": config, "bias": False, "is_expert": False, "init_method": config.init_method}
+        self.linear_in = build_module(
+            submodules.linear_in,
+            config.hidden_size,
+            config.linear_num_key_heads * inputs,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
+        self.linear_out = build_module(
+            submodules.linear_out,
+            config.linear_num_value_heads * self.value_dim,
+            config.hidden_size,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+        dtype = config.params_dtype
+        kernel = config.linear_conv_kernel_dim
+        self.conv_weight = torch.nn.Parameter(torch.zeros(self.num_keys * self.channels, kernel, dtype=dtype))
+        self.dt_bias = torch.nn.Parameter(torch.ones(num_values, dtype=dtype))
+        self.A_log = torch.nn.Parameter(torch.zeros(num_values, dtype=dtype))
+        self.norm_weight = torch.nn.Parameter(torch.ones(self.value_dim, dtype=dtype))
+        for name in SPLIT_BY_HEADS:
+            # Of an unmarked parameter the gradient's norm counts the first tensor-parallel rank only.
+            getattr(self, name).tensor_model_parallel = True
+        # Each rank normalises its heads of all tokens: the gradients of the ranks are summed.
+        self.norm_weight.sequence_parallel = config.sequence_parallel
+        again = config.recompute_modules if config.recompute_granularity == "selective" else []
+        self.recompute = "core_attn" in (again or [])
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *_: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **__: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns [T / cp / tp, 1, H], and no bias, from as many hidden states."""
+        assert packed_seq_params is not None
+        inputs, _ = self.linear_in(hidden_states)
+        # [T / cp, key heads, inputs of a key head].
+        inputs = inputs.squeeze(1).unflatten(1, (self.num_keys, -1))
+        bounds = packed_seq_params.cu_seqlens_q
+        if self.recompute and self.training:
+            output = tensor_parallel.checkpoint(self.heads, False, inputs, bounds)
+        else:
+            output = self.heads(inputs, bounds)
+        return self.linear_out(output.flatten(1)[:, None])
+
+    def heads(self, inputs: Tensor, bounds: Tensor) -> Tensor:
+        """Returns [T / cp, key heads, values of a key head] from the inputs of all key heads of this rank."""
+        if self.cp_group.size() == 1:
+            return self.whole_sequences(inputs, bounds, slice(None))
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        rows = torch.cat([rows_of_rank(bounds, size, other) for other in range(size)])
+        share = self.num_keys // size
+        sent = inputs.unflatten(1, (size, share)).transpose(0, 1).contiguous()
+        # Of each rank its tokens, in the order of ranks; then in the order of the pack.
+        own = all_to_all(self.cp_group, sent).flatten(0, 1)[torch.argsort(rows)]
+        output = self.whole_sequences(own, bounds, slice(rank * share, (rank + 1) * share))
+        return (
+            all_to_all(self.cp_group, output[rows].unflatten(0, (size, -1)).contiguous()).transpose(0, 1).flatten(1, 2)
+        )
+
+    def whole_sequences(self, inputs: Tensor, bounds: Tensor, keys: slice) -> Tensor:
+        """Returns [T, key heads, values of a key head] of whole sequences.
+
+        Args:
+            inputs: [T, key heads, inputs] of the key heads `keys` of this rank.
+        """
+        conv, decays, biases = (
+            parameter.unflatten(0, (self.num_keys, -1))[keys].flatten(0, 1)
+            for parameter in (self.conv_weight, self.A_log, self.dt_bias)
+        )
+        values = self.values_per_key * self.value_dim
+        mixed, gate, rate, step = inputs.split(
+            [self.channels, values, self.values_per_key, self.values_per_key], dim=-1
+        )
+        mixed = F.silu(convolve(mixed.flatten(1), conv, bounds)).unflatten(1, (-1, self.channels))
+        query, key, value = mixed.split([self.key_dim, self.key_dim, values], dim=-1)
+        query, key = (part.repeat_interleave(self.values_per_key, dim=1) for part in (query, key))
+        decay = -decays.float().exp() * F.softplus(step.flatten(1).float() + biases)
+        value, gate = (part.unflatten(-1, (-1, self.value_dim)).flatten(1, 2) for part in (value, gate))
+        output = gated_delta_rule(query, key, value, decay, rate.flatten(1).sigmoid(), bounds)
+        return self.gated_norm(output, gate).unflatten(1, (-1, self.values_per_key)).flatten(2)
+
+    def gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
+        """Returns [T, value heads, value dim] each head normalised, times the weight, times its gate."""
+        normed = F.rms_norm(output.float(), (self.value_dim,), None, self.config.layernorm_epsilon).to(output.dtype)
+        return (self.norm_weight * normed * F.silu(gate.float())).to(output.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Returns the parameters with their positions in a distributed checkpoint."""
+        state = {name: parameter for name, parameter in self.named_parameters(recurse=False)}
+        found = make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            dict.fromkeys(SPLIT_BY_HEADS, 0),
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+        for name, child in self.named_children():
+            found |= sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata)
+        return found

@@ -80,14 +80,23 @@ class AttentionOfLayer(SelfAttention):
     """Self-attention that takes its layer's angles out of those of `RopeByLayer`, and has norms of query and key heads
     only if its layer has them."""
 
-    def __init__(self, config: TransformerConfig, *arguments: Any, architecture: Architecture, **options: Any):
-        super().__init__(config, *arguments, **options)
-        index, has_two = self.layer_number - 1, architecture.window_rope_theta is not None
-        self.choice = int(architecture.window_layers[index]) if has_two else None
-        if self.choice and hasattr(config, "yarn_rotary_scaling_factor"):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        layer_number: int,
+        *,
+        architecture: Architecture,
+        **options: Any,
+    ):
+        index, has_two = layer_number - 1, architecture.window_rope_theta is not None
+        choice = int(architecture.window_layers[index]) if has_two else None
+        if choice and hasattr(config, "yarn_rotary_scaling_factor"):
             # Megatron multiplies cosines and sines by yarn's factor wherever the configuration has one.
-            self.config = copy.copy(config)
-            del self.config.yarn_rotary_scaling_factor
+            config = copy.copy(config)
+            del config.yarn_rotary_scaling_factor
+        super().__init__(config, submodules, layer_number, **options)
+        self.choice = choice
         if architecture.qk_l2_norm and architecture.no_rope_layers and architecture.no_rope_layers[index]:
             self.q_layernorm = self.k_layernorm = None
 

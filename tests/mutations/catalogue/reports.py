@@ -15,7 +15,7 @@ MUTATIONS: list[Mutation] = [
         ("a rank's norm is the world's", "        dist.all_reduce(values)\n", ""),
         ("the decay is no part of the update", "alpha=decay", "alpha=0.0"),
         ("moments are not corrected for their start", "/ (1 - beta1**num_steps)", "/ 1"),
-        ("norms of layers are attention", '    "norms": re.compile(r"norm\\.(weight|bias)$"),\n', ""),
+        ("norms of layers are attention", '    "norms": re.compile(r"norm[._](weight|bias)$"),\n', ""),
     ),
     *faults(
         "rlframe/ops/responses.py",

@@ -52,9 +52,8 @@ def test_every_fourth_layer_of_smollm3_has_no_positions_and_its_head_is_the_embe
 
 
 def test_positions_of_gemma_are_read_from_both_forms() -> None:
-    old = read(
-        "gemma3_text", rope_theta=2e6, rope_local_base_freq=5e3, rope_scaling={"rope_type": "linear", "factor": 8}
-    )
+    scaling = {"rope_type": "linear", "factor": 8}
+    old = read("gemma3_text", rope_theta=2e6, rope_local_base_freq=5e3, rope_scaling=scaling)
     sections = {
         "full_attention": {"rope_type": "linear", "rope_theta": 2e6, "factor": 8},
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},

@@ -108,6 +108,82 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe": ("Glm4MoeConfig", ROUTED | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "deepseek_v3": ("DeepseekV3Config", LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 32, "pad_token_id": None}),
+    # Windows shorter than the sequences, so that one that is not there shows.
+    "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 6}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "pad_token_id": None}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 32,
+            "pad_token_id": None,
+            # Queries grow within the sequences.
+            "rope_parameters": YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "qwen3_yarn": ("Qwen3Config", {"head_dim": 32, "rope_parameters": YARN}),
+    "qwen2_linear": (
+        "Qwen2Config",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "olmo2": ("Olmo2Config", {"pad_token_id": None, "eos_token_id": None}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "pad_token_id": None,
+            "eos_token_id": None,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 32,
+            "pad_token_id": None,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 80,
+            # A dense layer with positions and chunks, and one of experts without.
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 6,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "exaone4": ("Exaone4Config", {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2}),
     "deepseek_v3_yarn": (
         "DeepseekV3Config",
         LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE, "rms_norm_eps": LARGE_EPS},
@@ -222,7 +298,7 @@ def on_disk(name: str, value: torch.Tensor, model_type: str = "") -> dict[str, t
     GPT-OSS alone has them fused on disk too, and Mixtral has names of its own, which MiniMax-M2 shares.
     """
     sparse = model_type in ("mixtral", "minimax_m2")
-    if model_type == "gpt_oss" or "mlp.experts." not in name and not sparse:
+    if model_type in ("gpt_oss", "llama4_text") or "mlp.experts." not in name and not sparse:
         return {name: value}
     gate, up, down = ("w1", "w3", "w2") if sparse else ("gate_proj", "up_proj", "down_proj")
     if sparse:

@@ -10,13 +10,20 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV32Config,
+    Exaone4Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
+    Ministral3Config,
+    MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -24,6 +31,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from rlframe.models.families.base import Architecture, Family
@@ -101,15 +110,37 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
         Qwen3_5MoeTextConfig(**(SIZES | EXPERTS | GATED_DELTA_NET), shared_expert_intermediate_size=24),
     ],
     "gpt_oss": [GptOssConfig(**SIZES, **STACKED)],
+    "seed_oss": [SeedOssConfig(**SIZES, head_dim=8)],
+    "mistral": [MistralConfig(**SIZES, sliding_window=None)],
+    "ministral3": [Ministral3Config(**SIZES, head_dim=8)],
+    "olmo2": [Olmo2Config(**(SIZES | {"pad_token_id": None, "eos_token_id": None}))],
+    "olmo3": [Olmo3Config(**(SIZES | {"pad_token_id": None, "eos_token_id": None}))],
+    "exaone4": [
+        Exaone4Config(**SIZES),
+        Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 2),
+    ],
+    "gemma3_text": [Gemma3TextConfig(**SIZES, head_dim=8)],
+    "llama4_text": [
+        Llama4TextConfig(**SIZES, num_local_experts=8, intermediate_size_mlp=40, interleave_moe_layer_step=2)
+    ],
+    "smollm3": [SmolLM3Config(**(SIZES | {"pad_token_id": None}))],
 }
 REFUSED = {
     "kimi_k25": "vision tower .* text_config as config.json",
     "qwen3_5": "vision tower.*AutoModelForCausalLM",
     "qwen3_5_moe": "vision tower",
     "gemma3": "vision tower",
-    "gemma3_text": "the norms behind attention .* Megatron-Core 0.16.1",
+    "mistral3": "vision tower",
+    "llama4": "vision tower",
+    "gemma4": "heads of another width",
+    "gemma4_text": "heads of another width",
+    "gemma4_unified": "heads of another width",
 }
-DENSE = {"llama", "qwen2", "qwen3", "qwen3_5_text"}
+EXPERTS_IN = {
+    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text", "kimi_k2", "minimax_m2",
+    "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text", "deepseek_v32", "glm_moe_dsa",
+}  # fmt: skip
+DENSE = CONFIGS.keys() - EXPERTS_IN
 WHOLE_EXPERTS = {"gpt_oss"}
 """Families whose experts no tensor parallelism cuts."""
 LAYOUTS = [
@@ -162,7 +193,8 @@ def test_architecture_reads_the_config(model: tuple[Family, Architecture, Path])
     _, architecture, folder = model
     hf = json.loads((folder / "config.json").read_text())
     assert architecture.tie_embeddings == hf["tie_word_embeddings"]
-    assert architecture.rope_theta == hf["rope_parameters"]["rope_theta"]
+    rope = hf["rope_parameters"]
+    assert architecture.rope_theta == rope.get("full_attention", rope)["rope_theta"]
     assert architecture.num_experts == (0 if hf["model_type"] in DENSE else 8)
     assert len(architecture.moe_layers) == 2
 

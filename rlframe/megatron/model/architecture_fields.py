@@ -3,9 +3,9 @@ GPTModel."""
 
 from typing import Any
 
+from rlframe.megatron.model.layer_parts import gelu_tanh
+from rlframe.megatron.model.rope import LLAMA3
 from rlframe.models.families.base import Architecture
-from rlframe.utils.errors import ConfigError
-from rlframe.utils.faults import Fault
 
 
 def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any]:
@@ -14,25 +14,37 @@ def special_fields(architecture: Architecture, *, on_cpu: bool) -> dict[str, Any
     a, wanted = architecture, {}
     if a.linear_bias:
         wanted["add_bias_linear"] = True
-    if a.sinks:
-        wanted["softmax_type"] = "learnable"
-    if a.window_layers:
-        # Megatron counts the tokens to the left of the query.
-        wanted["window_size"] = (a.sliding_window - 1, 0)
-        wanted["window_attn_skip_freq"] = [int(windowed) for windowed in a.window_layers]
     if a.clamped_glu:
         # Megatron then lets a module compute the activation: the one of `local_layers`, not Transformer Engine's.
         wanted |= {"use_te_activation_func": True, "bias_activation_fusion": False}
+    if a.gelu:
+        # Megatron's fused kernels have this one under the name of the exact gelu, which they replace by it.
+        wanted |= {"activation_func": gelu_tanh, "bias_activation_fusion": False}
     if not fuses_rope(a, on_cpu=on_cpu):
         wanted["apply_rope_fusion"] = False
-    if a.zero_centered_norms:
-        wanted["layernorm_zero_centered_gamma"] = True
+    return wanted | _attention_fields(a) | _norm_fields(a) | _router_fields(a) | _latent_fields(a)
+
+
+def _attention_fields(a: Architecture) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if a.sinks:
+        fields["softmax_type"] = "learnable"
+    if a.window_layers:
+        # Megatron counts the tokens to the left of the query.
+        fields["window_size"] = (a.sliding_window - 1, 0)
+        fields["window_attn_skip_freq"] = [int(windowed) for windowed in a.window_layers]
+    if a.softmax_scale is not None:
+        fields["softmax_scale"] = a.softmax_scale
+    if a.no_rope_layers:
+        fields["no_rope_freq"] = [int(without) for without in a.no_rope_layers]
+    if a.rope_interleaved:
+        fields["rotary_interleaved"] = True
     if a.output_gate:
-        wanted["attention_output_gate"] = True
+        fields["attention_output_gate"] = True
     if a.gated_delta_net:
         # By it Megatron keeps layers apart in distributed checkpoints.
-        wanted["linear_attention_freq"] = [int(has) for has in a.gated_delta_layers]
-    return wanted | _router_fields(a) | _latent_fields(a)
+        fields["linear_attention_freq"] = [int(has) for has in a.gated_delta_layers]
+    return fields
 
 
 def fuses_rope(a: Architecture, *, on_cpu: bool) -> bool:
@@ -41,10 +53,20 @@ def fuses_rope(a: Architecture, *, on_cpu: bool) -> bool:
     Megatron-Core 0.16.1 silently drops yarn's factor on cosine and sine if packed rotary embedding is fused; for
     unpacked rows it falls back (https://github.com/NVIDIA/Megatron-LM/pull/2038). The exception is not needed any more
     once `apply_rotary_pos_emb` passes `mscale` to the fused packed function. Latent attention has a kernel of its own.
-    The replacement for CPU ranks rotates whole heads.
+    The replacement for CPU ranks rotates whole heads, by halves, and 0.16.1 does not tell the fused function that
+    neighbours are rotated.
     """
     yarn = a.rope_scaling is not None and a.rope_scaling["rope_type"] == "yarn"
-    return not (yarn or a.latent or (on_cpu and a.rotary_percent < 1))
+    return not (yarn or a.latent or a.rope_interleaved or (on_cpu and a.rotary_percent < 1))
+
+
+def _norm_fields(a: Architecture) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if a.qk_l2_norm:
+        fields["qk_l2_norm"] = True
+    if a.zero_centered_norms:
+        fields["layernorm_zero_centered_gamma"] = True
+    return fields
 
 
 def _router_fields(a: Architecture) -> dict[str, Any]:
@@ -58,8 +80,10 @@ def _router_fields(a: Architecture) -> dict[str, Any]:
     if a.sigmoid_router:
         fields |= {
             "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
+            "moe_router_enable_expert_bias": a.router_bias,
         }
+    if a.scores_on_input:
+        fields["moe_apply_probs_on_input"] = True
     if a.router_groups > 1:
         fields |= {
             "moe_router_num_groups": a.router_groups,
@@ -100,11 +124,7 @@ def _latent_fields(a: Architecture) -> dict[str, Any]:
 
 def model_arguments(architecture: Architecture) -> dict[str, Any]:
     """Returns the arguments of GPTModel about positions. Megatron fixes all numbers of Llama 3's scaling except the
-    factor.
-
-    Raises:
-        ConfigError: config.json has another of these numbers.
-    """
+    factor; other numbers are up to `rope.scale_frequencies`."""
     arguments: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": architecture.rope_theta,
@@ -115,18 +135,11 @@ def model_arguments(architecture: Architecture) -> dict[str, Any]:
         return arguments
     if scaling["rope_type"] == "yarn":
         return arguments | {"position_embedding_type": "yarn"}
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    faults = [
-        Fault(
-            "model.path",
-            said=f"config.json has rope_scaling.{name} = {scaling.get(name)}; Megatron-Core supports {value}",
-        )
-        for name, value in fixed.items()
-        if scaling.get(name) != value
-    ]
-    if faults:
-        raise ConfigError(faults)
-    return arguments | {"rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+    if scaling["rope_type"] == "linear":
+        return arguments | {"seq_len_interpolation_factor": float(scaling["factor"])}
+    if scaling.items() >= LLAMA3.items():
+        return arguments | {"rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+    return arguments
 
 
 def yarn_attributes(architecture: Architecture) -> dict[str, Any]:

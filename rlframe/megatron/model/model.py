@@ -21,6 +21,8 @@ from rlframe.megatron.lora import adapters as lora
 from rlframe.megatron.model.architecture_fields import model_arguments
 from rlframe.megatron.model.heads import replace_output_layer
 from rlframe.megatron.model.latent import set_latent_epsilon
+from rlframe.megatron.model.layer_parts import scale_embeddings
+from rlframe.megatron.model.rope import set_rope
 from rlframe.megatron.model.router_replay import RouterReplay
 from rlframe.megatron.model.training_fields import accumulate_in_place, ddp_config, freeze_routers
 from rlframe.megatron.model.transformer import layer_spec, transformer_config
@@ -119,6 +121,8 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
     replace_output_layer(model, architecture.num_outputs)
     if architecture.latent:
         set_latent_epsilon(model, architecture.latent.norm_eps)
+    scale_embeddings(model, architecture.embedding_scale)
+    set_rope(model, architecture)
     return model
 
 

@@ -23,6 +23,7 @@ from rlframe.megatron.cpu.attention import PackedAttention, RmsNorm
 from rlframe.megatron.cpu.local_layers import ExpertOutput, WholeLinear, clamped_glu
 from rlframe.megatron.model.architecture_fields import special_fields, yarn_attributes
 from rlframe.megatron.model.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from rlframe.megatron.model.layer_parts import set_parts
 from rlframe.megatron.model.sparse_attention import SparseLatentAttention
 from rlframe.megatron.model.training_fields import transformer_fields
 from rlframe.megatron.model.whole_norms import KeyNorm, QueryNorm
@@ -139,6 +140,9 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
     with rlframe's norm and packed attention."""
     if device.type == "cuda":
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        # Layers of one kind are one object.
+        for layer in {id(layer): layer for layer in block.layer_specs}.values():
+            set_parts(architecture, config, layer, norm=block.layer_norm)
         offset = get_transformer_layer_offset(config, vp_stage=chunk)
         block.layer_specs = [
             with_gated_delta_net(architecture, layer, cuda=True) if architecture.has_gated_delta_net(index) else layer
@@ -156,7 +160,7 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
         return block
     offset = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)
-    layers = [local_layer(architecture, index) for index in range(offset, offset + count)]
+    layers = [local_layer(architecture, config, index) for index in range(offset, offset + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
 
 
@@ -174,7 +178,7 @@ def with_gated_delta_net(architecture: Architecture, layer: ModuleSpec, *, cuda:
     return replace(layer, submodules=submodules)
 
 
-def local_layer(architecture: Architecture, index: int) -> ModuleSpec:
+def local_layer(architecture: Architecture, config: TransformerConfig, index: int) -> ModuleSpec:
     """Returns Megatron's local layer number `index` with rlframe's norm and attention, because Megatron's support
     neither packing nor SP."""
     sparse = bool(architecture.num_experts) and architecture.moe_layers[index]
@@ -207,6 +211,7 @@ def local_layer(architecture: Architecture, index: int) -> ModuleSpec:
     if architecture.linear_bias and num_experts:
         submodules(submodules(spec.submodules.mlp).experts).linear_fc2 = ExpertOutput
     set_activation(architecture, spec)
+    set_parts(architecture, config, spec, norm=RmsNorm)
     return with_gated_delta_net(architecture, spec, cuda=False) if architecture.has_gated_delta_net(index) else spec
 
 

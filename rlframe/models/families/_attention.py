@@ -55,14 +55,14 @@ class GroupedAttention(LayerSpec):
         ours, theirs = parameters.within("self_attention."), checkpoint.within("self_attn.")
         groups = a.num_kv_heads // shard.tp_size
         queries = a.num_attention_heads // a.num_kv_heads
-        mine = slice(shard.tp_rank * groups, (shard.tp_rank + 1) * groups)
+        of_rank = slice(shard.tp_rank * groups, (shard.tp_rank + 1) * groups)
         for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
             # [groups, heads, head_dim, ...]: per group its query heads, their gates, its key, its value.
             fused = ours[f"linear_qkv.{kind}"].unflatten(0, (groups, -1, a.head_dim))
             for name, part in {"k": fused[:, -2:-1], "v": fused[:, -1:]}.items():
-                part.copy_(theirs[f"{name}_proj.{kind}"].unflatten(0, (a.num_kv_heads, 1, a.head_dim))[mine])
+                part.copy_(theirs[f"{name}_proj.{kind}"].unflatten(0, (a.num_kv_heads, 1, a.head_dim))[of_rank])
             # On disk a head's gate follows the head.
-            of_query = theirs[f"q_proj.{kind}"].unflatten(0, (a.num_kv_heads, queries, -1, a.head_dim))[mine]
+            of_query = theirs[f"q_proj.{kind}"].unflatten(0, (a.num_kv_heads, queries, -1, a.head_dim))[of_rank]
             fused[:, :queries].copy_(of_query[:, :, 0])
             if a.output_gate:
                 fused[:, queries : 2 * queries].copy_(of_query[:, :, 1])

@@ -14,13 +14,12 @@ from rlframe.models.families._mlp import Experts, Mlp
 from rlframe.models.families.base import Architecture, Family, Shard, faults_to_error
 from rlframe.models.quantized import stated
 
-NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-"""Megatron's and Hugging Face's names of the two norms of a layer."""
-
 
 class Decoder(Family):
     """Base of the families whose checkpoints use the names of Llama. A family supplies its parts and its features."""
 
+    norms: Mapping[str, str] = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    """Megatron's and Hugging Face's names of the norms of a layer, in width H."""
     attention: LayerSpec = GroupedAttention()
     gated_delta_net: LayerSpec | None = None
     """The attention of the layers in `Architecture.gated_delta_layers`. None if the family has no such layers."""
@@ -30,15 +29,19 @@ class Decoder(Family):
     """The experts of the layers in `Architecture.moe_layers`."""
     default_theta = 10000.0
     """Value of rope_theta if config.json has none."""
-    rope_kinds: tuple[str, ...] = ("default", "llama3")
+    default_tie = False
+    """Value of tie_word_embeddings if config.json has none."""
+    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     partial_rope = False
     """Whether the family reads partial_rotary_factor."""
     default_partial = 1.0
     """Value of partial_rotary_factor if config.json has none."""
     attention_bias = False
     """Whether the family reads attention_bias."""
+    layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
+    """The values of layer_types that the family knows."""
     windows = False
-    """Whether the family reads sliding_window and layer_types."""
+    """Whether the family reads sliding_window, and those that have it layer_types."""
 
     @abstractmethod
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +74,7 @@ class Decoder(Family):
             "rope_theta": rope.theta,
             "rope_scaling": rope.scaling,
             "rotary_percent": rope.percent,
-            "tie_embeddings": bool(hf.get("tie_word_embeddings")),
+            "tie_embeddings": self.default_tie if (tie := hf.get("tie_word_embeddings")) is None else tie,
             "moe_layers": (False,) * hf["num_hidden_layers"],
         }
         found = Architecture(**(fields | self.features(hf)))
@@ -81,9 +84,8 @@ class Decoder(Family):
     def _unsupported(self, hf: Mapping[str, Any]) -> list[str]:
         """Returns the settings of config.json that this family would silently compute wrongly."""
         faults = []
-        kinds = ["full_attention", "linear_attention" if self.gated_delta_net else "sliding_attention"]
-        if unknown := set(hf.get("layer_types") or ()) - {*kinds, "sliding_attention"}:
-            faults.append(f"layer_types must be {' or '.join(kinds)}, got {min(unknown)!r:.60}")
+        if unknown := set(hf.get("layer_types") or ()) - {*self.layer_kinds}:
+            faults.append(f"layer_types must be {' or '.join(self.layer_kinds)}, got {min(unknown)!r:.60}")
         if not self.windows and (hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ())):
             faults.append("a sliding window is in use, which is not supported: set use_sliding_window to false")
         refused = ("mlp_bias",) if self.attention_bias else ("attention_bias", "mlp_bias")
@@ -106,7 +108,7 @@ class Decoder(Family):
         for layer in range(a.num_layers):
             attention, mlp = self.parts(a, layer)
             own = attention.tensors(a) | mlp.tensors(a)
-            own |= {f"{name}.weight": (a.hidden_size,) for name in NORMS.values()}
+            own |= {f"{name}.weight": (a.hidden_size,) for name in self.norms.values()}
             shapes |= under(f"model.layers.{layer}.", own)
         shapes["model.norm.weight"] = (a.hidden_size,)
         if a.num_outputs:
@@ -124,7 +126,7 @@ class Decoder(Family):
         for layer in range(shard.num_layers):
             attention, mlp = self.parts(a, shard.first_layer + layer)
             own = attention.parameters(a, shard) | mlp.parameters(a, shard)
-            own |= {f"{name}.weight": (a.hidden_size,) for name in NORMS}
+            own |= {f"{name}.weight": (a.hidden_size,) for name in self.norms}
             shapes |= under(f"decoder.layers.{layer}.", own)
         if shard.has_output:
             shapes["decoder.final_layernorm.weight"] = (a.hidden_size,)
@@ -150,7 +152,7 @@ class Decoder(Family):
             ours, theirs = Scope(parameters, f"decoder.layers.{layer}."), Scope(checkpoint, f"model.layers.{number}.")
             for part in self.parts(architecture, number):
                 part.load(ours, theirs, architecture, shard)
-            for target, source in NORMS.items():
+            for target, source in self.norms.items():
                 ours[f"{target}.weight"].copy_(theirs[f"{source}.weight"])
         if shard.has_output:
             parameters["decoder.final_layernorm.weight"].copy_(checkpoint["model.norm.weight"])
@@ -192,6 +194,14 @@ def _contradictions(a: Architecture) -> list[str]:
             max(len(a.window_layers), len(a.gated_delta_layers)) in (0, a.num_layers),
             f"layer_types must name {a.num_layers} layers, as num_hidden_layers says, got "
             f"{max(len(a.window_layers), len(a.gated_delta_layers))}",
+        ),
+        (
+            len(a.chunk_layers) in (0, a.num_layers),
+            f"layer_types must name {a.num_layers} layers, as num_hidden_layers says, got {len(a.chunk_layers)}",
+        ),
+        (
+            len(a.no_rope_layers) in (0, a.num_layers),
+            f"no_rope_layers must name {a.num_layers} layers, as num_hidden_layers says, got {len(a.no_rope_layers)}",
         ),
         (
             a.num_experts <= most_experts,

@@ -40,6 +40,10 @@ TEXT = Rule("text", lambda value: isinstance(value, str))
 SECTION = Rule("a section of named values", lambda value: isinstance(value, dict))
 TEXTS = Rule("a list of texts", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value))
 WHOLES = Rule("a list of whole numbers", lambda value: isinstance(value, list) and all(_is_whole(one) for one in value))
+PATTERN = Rule(
+    f"a whole number from 0 to {MOST_LAYERS}, or text",
+    lambda value: isinstance(value, str) or (_is_whole(value) and 0 <= value <= MOST_LAYERS),
+)
 SCALE = number(0, 1e6)
 FROM_ZERO = Rule("a number from 0 to 1e6", lambda value: _is_number(value) and 0 <= value <= 1e6)
 
@@ -105,6 +109,20 @@ FIELDS: dict[str, Rule] = {
     "linear_num_value_heads": whole(1),
     "swiglu_alpha": SCALE,
     "swiglu_limit": SCALE,
+    "attention_out_bias": FLAG,
+    "no_rope_layers": WHOLES,
+    "no_rope_layer_interval": whole(1, MOST_LAYERS),
+    "intermediate_size_mlp": whole(1),
+    "interleave_moe_layer_step": whole(1, MOST_LAYERS),
+    "moe_layers": WHOLES,
+    "attention_chunk_size": whole(1, 2**28),
+    "floor_scale": whole(1, 2**28),
+    "attn_scale": FROM_ZERO,
+    "sliding_window_pattern": PATTERN,
+    "rope_local_base_freq": number(0, 1e15),
+    "query_pre_attn_scalar": number(0, 1e6),
+    "hidden_activation": TEXT,
+    "use_bidirectional_attention": FLAG,
 }
 """Rules by key. A family decides about a key that is missing or null."""
 ROPE: dict[str, Rule] = {
@@ -121,6 +139,8 @@ ROPE: dict[str, Rule] = {
     "mscale": FROM_ZERO,
     "mscale_all_dim": FROM_ZERO,
     "truncate": FLAG,
+    "attention_factor": number(0, 1e6),
+    "llama_4_scaling_beta": FROM_ZERO,
 }
 """Rules for the values of rope_parameters and rope_scaling."""
 

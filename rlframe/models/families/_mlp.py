@@ -40,16 +40,23 @@ def fused(hidden: int, width: int) -> Shapes:
 
 
 class Mlp(LayerSpec):
-    """The MLP of a dense layer."""
+    """The MLP of a dense layer.
+
+    Args:
+        module: the checkpoint's name of the whole module.
+    """
+
+    def __init__(self, module: str = "mlp."):
+        self.module = module
 
     def tensors(self, a: Architecture) -> Shapes:
-        return under("mlp.", Projections().tensors(a.hidden_size, a.ffn_hidden_size))
+        return under(self.module, Projections().tensors(a.hidden_size, a.ffn_hidden_size))
 
     def parameters(self, a: Architecture, shard: Shard) -> Shapes:
         return under("mlp.", fused(a.hidden_size, a.ffn_hidden_size // shard.tp_size))
 
     def load(self, parameters: Scope, checkpoint: Scope, a: Architecture, shard: Shard) -> None:
-        Projections().load(parameters.within("mlp."), checkpoint.within("mlp."), shard.tp_rank, shard.tp_size)
+        Projections().load(parameters.within("mlp."), checkpoint.within(self.module), shard.tp_rank, shard.tp_size)
 
 
 class Experts(LayerSpec):
@@ -75,7 +82,7 @@ class Experts(LayerSpec):
 
     def tensors(self, a: Architecture) -> Shapes:
         shapes: Shapes = {"gate.weight": (a.num_experts, a.hidden_size)}
-        if a.sigmoid_router:
+        if a.sigmoid_router and a.router_bias:
             shapes[self.bias] = (a.num_experts,)
         one = self.projections.tensors(a.hidden_size, a.expert_ffn_hidden_size)
         for expert in range(a.num_experts):
@@ -88,7 +95,7 @@ class Experts(LayerSpec):
 
     def parameters(self, a: Architecture, shard: Shard) -> Shapes:
         shapes: Shapes = {"router.weight": (a.num_experts, a.hidden_size)}
-        if a.sigmoid_router:
+        if a.sigmoid_router and a.router_bias:
             shapes["router.expert_bias"] = (a.num_experts,)
         one = fused(a.hidden_size, a.expert_ffn_hidden_size // shard.etp_size)
         for expert in range(a.num_experts // shard.ep_size):
@@ -102,7 +109,7 @@ class Experts(LayerSpec):
     def load(self, parameters: Scope, checkpoint: Scope, a: Architecture, shard: Shard) -> None:
         ours, theirs = parameters.within("mlp."), checkpoint.within(self.module)
         ours["router.weight"].copy_(theirs["gate.weight"])
-        if a.sigmoid_router:
+        if a.sigmoid_router and a.router_bias:
             ours["router.expert_bias"].copy_(theirs[self.bias])
         local = a.num_experts // shard.ep_size
         for expert in range(local):

@@ -1,5 +1,6 @@
 """Rotary positions as config.json describes them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,9 @@ def read(
     elif kind == "llama3":
         faults += [f"rope_type llama3 needs {key}" for key in LLAMA3 if key not in rope]
         scaling = {"rope_type": kind} | {key: rope[key] for key in LLAMA3 if key in rope}
+    elif kind == "linear":
+        faults += [] if rope.get("factor") else ["rope_type linear needs factor"]
+        scaling = {"rope_type": kind, "factor": rope.get("factor")}
     elif kind == "yarn":
         faults += _yarn_faults(rope)
         scaling = _yarn(rope)
@@ -63,8 +67,23 @@ def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 def _yarn_faults(rope: Mapping[str, Any]) -> list[str]:
     faults = [f"rope_type yarn needs {key}" for key in YARN if not rope.get(key)]
-    if rope.get("attention_factor") is not None:
-        faults.append("rope_type yarn with attention_factor is not supported: Megatron-Core derives it from factor")
+    given, derived = rope.get("attention_factor"), _attention_factor(rope)
+    if given is not None and not math.isclose(given, derived, rel_tol=1e-6):
+        faults.append(
+            f"rope_type yarn with attention_factor {given} is not supported: Megatron-Core derives {derived:.6g} from "
+            "factor"
+        )
     if rope.get("mscale_all_dim") and not rope.get("mscale"):
         faults.append("rope_type yarn with mscale_all_dim needs mscale")
     return faults
+
+
+def _attention_factor(rope: Mapping[str, Any]) -> float:
+    """Returns the factor of cosines and sines: 0.1 log(factor) + 1, or the ratio of two such numbers."""
+    factor = rope.get("factor") or 1.0
+
+    def of(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    both = rope.get("mscale") and rope.get("mscale_all_dim")
+    return of(rope["mscale"]) / of(rope["mscale_all_dim"]) if both else of(1.0)

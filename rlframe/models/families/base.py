@@ -53,6 +53,17 @@ class ClampedGlu:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QueryScaling:
+    """Queries late in a sequence are multiplied by 1 + strength * log(1 + floor((position + shift) / tokens)), so that
+    attention over many tokens stays sharp (scalable softmax, arXiv 2501.19399)."""
+
+    strength: float
+    tokens: int
+    shift: int = 0
+    """Number added to positions, which count from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDeltaNetDimensions:
     """Gated delta net, attention with a state instead of keys and values (Yang et al. 2024, arXiv 2412.06464)."""
 
@@ -103,12 +114,20 @@ class Architecture:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None = None
-    """Scaling of rotary positions, or None: the rule named by rope_type with its numbers, `llama3` (factor,
-    low_freq_factor, high_freq_factor, original_max_position_embeddings) or `yarn` (factor,
+    """Scaling of rotary positions, or None: the rule named by rope_type with its numbers, `linear` (factor), `llama3`
+    (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings) or `yarn` (factor,
     original_max_position_embeddings, beta_fast, beta_slow, mscale and mscale_all_dim, which may be None, and
     truncate)."""
     rotary_percent: float = 1.0
     """Fraction of each head that has rotary positions: its first dimensions."""
+    rope_interleaved: bool = False
+    """Whether neighbouring dimensions of a head are rotated together, instead of its halves."""
+    window_rope_theta: float | None = None
+    """The rope_theta, without scaling, of the layers of `window_layers`. None if their positions are those of all."""
+    no_rope_layers: tuple[bool, ...] = ()
+    """[num_layers] True for layers without rotary positions. Empty if all have them."""
+    query_scaling: QueryScaling | None = None
+    """Scaling of queries by position: in `no_rope_layers` if there are any, otherwise in all layers."""
     tie_embeddings: bool = False
     """Whether the output layer is the embedding, so that the checkpoint has no lm_head.weight."""
     num_outputs: int | None = None
@@ -119,8 +138,20 @@ class Architecture:
     """Whether query, key and value projections have a bias."""
     qk_norm: bool = False
     """Whether query and key heads pass an RMSNorm of width head_dim."""
+    qk_l2_norm: bool = False
+    """Whether query and key heads are divided by their root mean square in the layers that have positions."""
     whole_qk_norm: bool = False
-    """Whether these norms see all query heads, or all key heads, of a token together."""
+    """Whether the norms of `qk_norm` see all query heads, or all key heads, of a token together."""
+    softmax_scale: float | None = None
+    """Factor of the products of queries and keys. None for the root of 1 / head_dim."""
+    norm_before: bool = True
+    """Whether attention and MLP get their input through a norm."""
+    norm_after: bool = False
+    """Whether the output of attention and MLP passes a norm before it is added to the residual stream."""
+    gelu: bool = False
+    """Whether the MLP's gate passes gelu, in its tanh approximation, instead of silu."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings as inputs of the first layer."""
     latent: MLADimensions | None = None
     """Multi-head latent attention, or None if the attention is not latent."""
     indexer: IndexerDimensions | None = None
@@ -130,6 +161,11 @@ class Architecture:
     window."""
     window_layers: tuple[bool, ...] = ()
     """[num_layers] True for layers whose attention has the window. Empty if none has."""
+    attention_chunk: int = 0
+    """Number of tokens of a chunk of a sequence: in the layers of `chunk_layers` a query sees those of its own chunk. 0
+    if no layer has chunks."""
+    chunk_layers: tuple[bool, ...] = ()
+    """[num_layers] True for layers whose attention has chunks. Empty if none has."""
     sinks: bool = False
     """Whether each head has a learned logit that takes part in the softmax and has no value."""
     output_gate: bool = False
@@ -150,8 +186,12 @@ class Architecture:
     norm_topk_prob: bool = True
     """Whether the weights of the chosen experts are scaled to sum to 1."""
     sigmoid_router: bool = False
-    """Whether scores are sigmoids instead of a softmax over the experts, with a bias per expert that is added for the
-    choice only. The bias is float32 and not trained (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16)."""
+    """Whether scores are sigmoids instead of a softmax over the experts."""
+    router_bias: bool = True
+    """Whether a router with sigmoids has a bias per expert that is added for the choice only. It is float32 and not
+    trained (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16)."""
+    scores_on_input: bool = False
+    """Whether the score of a token's one expert multiplies the input of the expert instead of its output."""
     router_groups: int = 1
     """Number of groups of experts. A token first chooses `router_groups_per_token` of them."""
     router_groups_per_token: int = 1
@@ -176,6 +216,15 @@ class Architecture:
     def has_gated_delta_net(self, layer: int) -> bool:
         """Returns whether layer number `layer` has a gated delta net instead of keys and values."""
         return bool(self.gated_delta_layers) and self.gated_delta_layers[layer]
+
+    def seen_tokens(self, layer: int, length: float) -> float:
+        """Returns the mean number of tokens that a query of layer number `layer` sees in a sequence of `length`
+        tokens."""
+        if self.window_layers and self.window_layers[layer]:
+            return min(length / 2, self.sliding_window)
+        if self.chunk_layers and self.chunk_layers[layer]:
+            return min(length, self.attention_chunk) / 2
+        return length / 2
 
     def faults(self, *, tp: int, ep: int, etp: int, cp: int = 1) -> list[Fault]:
         """Returns a fault for every reason why a parallel layout does not fit this model's layers. `shards.faults`
@@ -211,12 +260,12 @@ class Architecture:
                     "Megatron-Core 0.16.1 would add the bias on every rank; use ep",
                 )
             )
-        if cp > 1 and (self.sinks or self.window_layers):
+        if cp > 1 and (self.sinks or self.window_layers or self.chunk_layers):
             faults.append(
                 Fault(
                     "train.parallel",
                     said=f"cp {cp} cannot split the sequences of {self.model_type}, whose attention has sliding "
-                    "windows or sinks: use tp",
+                    "windows, chunks or sinks: use tp",
                 )
             )
         if cp > 1 and self.indexer:

@@ -12,6 +12,7 @@ class Qwen35Moe(Qwen3Next):
     """Qwen3-Next with other matrices into the gated delta net. Every layer has experts, whose weights sum to 1."""
 
     gated_delta_net = SplitGatedDeltaNet()
+    layer_kinds = ("full_attention", "linear_attention")
 
     def architecture(self, hf: Mapping[str, Any]) -> Architecture:
         # No layer is dense, and config.json says nothing of the width of one.

@@ -16,6 +16,7 @@ class Qwen35(Decoder):
     """
 
     gated_delta_net = SplitGatedDeltaNet()
+    layer_kinds = ("full_attention", "linear_attention")
     partial_rope = True
     default_partial = 0.25
     rope_kinds = ("default",)

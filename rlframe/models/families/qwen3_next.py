@@ -14,6 +14,7 @@ class Qwen3Next(Qwen3Moe):
     """Three of four layers have a gated delta net; a quarter of each head has positions; all tokens share an expert."""
 
     gated_delta_net = GatedDeltaNet()
+    layer_kinds = ("full_attention", "linear_attention")
     experts = Experts(shared="shared_expert")
     partial_rope = True
     default_partial = 0.25

@@ -61,7 +61,7 @@ def model_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fau
     parallel = Parallel.parse(train.parallel)
     if not architecture.num_experts:
         yield from _dense_faults(train, architecture)
-    elif train.moe.bias_update_rate and not architecture.sigmoid_router:
+    elif train.moe.bias_update_rate and not (architecture.sigmoid_router and architecture.router_bias):
         yield Fault(
             "train.moe.bias_update_rate",
             f"has no effect on {architecture.model_type}, whose router has no bias",

@@ -9,7 +9,7 @@ examples/benchmarks/results/preflight.md.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rlframe.megatron.config.options import Fp8Recipe, Recompute, RecomputeMethod
@@ -81,7 +81,8 @@ def layer(architecture: Architecture, kernels: Kernels, parallel: Parallel, kind
     """Yields what one layer keeps without recomputation."""
     size, hidden = kernels.itemsize, architecture.hidden_size
     yield Saved("input of the attention's norm", Place.ATTENTION, hidden * size)
-    yield Saved("output of the attention's norm", Place.NORM, hidden * kernels.input_size)
+    if architecture.norm_before:
+        yield Saved("output of the attention's norm", Place.NORM, hidden * kernels.input_size)
     if kind.gated_delta:
         yield from _gated_delta_net(architecture, kernels)
     else:
@@ -91,7 +92,12 @@ def layer(architecture: Architecture, kernels: Kernels, parallel: Parallel, kind
     # reads the norm's output, in its own number format.
     fused = kernels.cuda and not kind.sparse
     place = Place.MLP if fused else Place.NORM
-    yield Saved("output of the MLP's norm", place, hidden * (kernels.input_size if fused else size))
+    if architecture.norm_before:
+        yield Saved("output of the MLP's norm", place, hidden * (kernels.input_size if fused else size))
+    if architecture.norm_after:
+        yield Saved("inputs of the norms after attention and MLP", Place.ATTENTION, 2 * hidden * size)
+    if architecture.gelu:
+        kernels = replace(kernels, fused_activation=False)
     yield from (
         _experts(architecture, kernels, parallel)
         if kind.sparse
@@ -107,7 +113,7 @@ def _attention(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
     if not kernels.cuda:
         yield from _local_attention(queries, keys, heads, architecture, size)
         return
-    if architecture.qk_norm:
+    if architecture.qk_norm or architecture.qk_l2_norm:
         yield Saved("inputs of the norms of queries and keys", Place.ATTENTION, (queries + keys) * size)
     yield Saved("queries, keys and values", Place.ATTENTION, (queries + 2 * keys) * size)
     yield Saved("output of the attention", Place.ATTENTION, queries * size)
@@ -118,7 +124,7 @@ def _attention(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
 
 def _local_attention(queries: int, keys: int, heads: int, architecture: Architecture, size: int) -> Iterator[Saved]:
     """Yields the rows of cpu/attention.py: queries, keys and values are copied into grids of padded sequences."""
-    if architecture.qk_norm:
+    if architecture.qk_norm or architecture.qk_l2_norm:
         yield Saved("product of queries, keys and values", Place.ATTENTION, (queries + 2 * keys) * size)
         yield Saved("queries before their norm", Place.ATTENTION, queries * size)
         yield Saved("scales of norms", Place.ATTENTION, (heads + architecture.num_kv_heads) * FLOAT32)

@@ -36,7 +36,8 @@ class Operations:
 
 
 def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_length: float, last: bool) -> Operations:
-    """Returns the operations of a token. Attention over a sequence of s tokens costs 2 s for each query's number.
+    """Returns the operations of a token. Attention costs 4 for each query's number and each token that the query sees,
+    which are s / 2 of a sequence of s tokens without windows and chunks.
 
     Sparse attention counts as dense, which is how it is computed. An indexer has no backward pass, and counts as a
     third of its forward pass, because training costs three times the result.
@@ -69,10 +70,14 @@ def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_leng
     mlp = 3 * hidden * architecture.ffn_hidden_size
     shared = 3 * hidden * architecture.shared_ffn_hidden_size + hidden * architecture.num_experts
     each = 3 * hidden * architecture.expert_ffn_hidden_size * architecture.experts_per_token
+    seen = Counter(
+        architecture.seen_tokens(layer, mean_length) for layer in layers if not architecture.has_gated_delta_net(layer)
+    )
     outputs = architecture.vocab_size if architecture.num_outputs is None else architecture.num_outputs
     return Operations(
         dense=2 * ((len(layers) - states) * projections + plain * mlp + sparse * shared) + states * into_states,
-        attention=(len(layers) - states) * 2 * mean_length * (heads * width + scoring) + states * in_states,
+        attention=4 * sum(count * tokens for tokens, count in seen.items()) * (heads * width + scoring)
+        + states * in_states,
         experts=2 * sparse * each,
         head=2 * hidden * outputs if last else 0.0,
     )

@@ -30,7 +30,22 @@ LENGTHS = [5, 17, 2, 9, 30, 1, 12]
 VARIANTS = ["kimi_k2", "glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa"]
 """Families made mostly of parts that others have, of which `make test` has few layouts and `make test-thorough` the
 rest."""
-EXPERTS = ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "qwen3_next", "gpt_oss", *VARIANTS]
+EXPERTS = [
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v3_yarn",
+    "gpt_oss",
+    "llama4",
+    "qwen3_next",
+    *VARIANTS,
+]
+DENSE_VARIANTS = [
+    "seed_oss", "mistral", "smollm3", "ministral3", "qwen3_yarn", "qwen2_linear", "olmo2", "olmo3", "exaone4",
+    "gemma3", "llama4",
+]  # fmt: skip
+"""The same, of which `make test` has one layout."""
 SPARED = ("qwen3_5", "qwen3_5_moe")
 """Models of which FURTHER has most cells, because Qwen3-Next has all of their layers."""
 EVERY = [name for name in MODELS if name not in SPARED]
@@ -40,7 +55,7 @@ LAYOUTS = {
     "d1p2": EVERY,
     "d2e2": EXPERTS,
     "d1c2": ["glm4_moe", "deepseek_v3", "qwen3_next"],
-    "d1t2|ffn:d1t2": ["qwen3_moe", "glm4_moe"],
+    "d1t2|ffn:d1t2": ["qwen3_moe", "glm4_moe", "llama4"],
     "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss", "qwen3_next", *VARIANTS],
 }
 """Each way in which a family's `load` cuts, for each family. All other layouts: test_gradient_matrix."""
@@ -57,13 +72,14 @@ PARTS = {
     "embedding": "embed_tokens",
     "head": "lm_head",
     "attention": "self_attn|linear_attn",
-    "mlp": r"\.mlp\.",
+    "mlp": r"\.mlp\.|feed_forward",
 }
 """Parts of a model by the names of Hugging Face, of which the first that matches counts."""
 CASES = list(dict.fromkeys([*((layout, name) for layout, names in LAYOUTS.items() for name in names), *FURTHER]))
 CHEAP = [("d1", name) for name in VARIANTS] + [("d1t2", "minimax_m2"), ("d1t2", "glm_moe_dsa")]
 THOROUGH = [case for case in FURTHER if case != ("d1t2", "qwen3_5")]
 THOROUGH += [case for case in CASES if case[1] in VARIANTS and case not in CHEAP]
+THOROUGH += [case for case in CASES if case[1] in DENSE_VARIANTS and case[0] != "d1t2" and case != ("d1p2", "gemma3")]
 
 
 def sequences() -> Sequences:

@@ -32,13 +32,14 @@ def shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
         found["embedding.word_embeddings.weight"] = (vocab, hidden)
     for layer in range(shard.num_layers):
         prefix = f"decoder.layers.{layer}."
-        found[f"{prefix}input_layernorm.weight"] = (hidden,)
+        norms = ["input_layernorm", "pre_mlp_layernorm"] if a.norm_before else []
+        norms += ["self_attn_bda.norm", "mlp_bda.norm"] if a.norm_after else []
+        found |= {f"{prefix}{norm}.weight": (hidden,) for norm in norms}
         if a.gated_delta_layers and a.gated_delta_layers[shard.first_layer + layer]:
             attention = gated_delta_shapes(a, shard.tp_size)
         else:
             attention = latent_shapes(a, shard.tp_size) if a.latent else attention_shapes(a, shard.tp_size)
         found |= {f"{prefix}self_attention.{name}": shape for name, shape in attention.items()}
-        found[f"{prefix}pre_mlp_layernorm.weight"] = (hidden,)
         if a.moe_layers[shard.first_layer + layer]:
             mlp = expert_shapes(a, shard)
         else:
@@ -125,7 +126,7 @@ def expert_shapes(a: Architecture, shard: Shard) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"router.weight": (a.num_experts, hidden)}
     if a.linear_bias:
         found["router.bias"] = (a.num_experts,)
-    if a.sigmoid_router:
+    if a.sigmoid_router and a.router_bias:
         found["router.expert_bias"] = (a.num_experts,)
     for expert in range(a.num_experts // shard.ep_size):
         prefix = f"experts.local_experts.{expert}."

@@ -152,7 +152,11 @@ def test_llama3_rope_is_read_from_both_forms(rope: dict[str, Any]) -> None:
         ({"layer_types": ["sliding_attention"]}, "sliding window"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type must be default or llama3, got 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_type must be default or .* yarn, got .dynamic.",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn needs original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method must be one of fp8"),
@@ -360,8 +364,8 @@ def test_faults_name_what_cannot_be_split() -> None:
     assert list(map(str, GPT_OSS.architecture(STACKED).faults(tp=2, ep=2, etp=2, cp=2))) == [
         "train.parallel: etp 2 cannot split the experts of gpt_oss, which have biases: Megatron-Core 0.16.1 would add "
         "the bias on every rank; use ep",
-        "train.parallel: cp 2 cannot split the sequences of gpt_oss, whose attention has sliding windows or sinks: "
-        "use tp",
+        "train.parallel: cp 2 cannot split the sequences of gpt_oss, whose attention has sliding windows, chunks or "
+        "sinks: use tp",
     ]
     # Shared experts of width 2 * 5 over four ranks.
     glm = GLM4_MOE.architecture(ROUTED | {"moe_intermediate_size": 5, "num_key_value_heads": 4})

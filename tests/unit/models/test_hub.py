@@ -40,7 +40,7 @@ def test_the_family_is_the_file_named_like_the_model_type(tmp_path: Path) -> Non
 
 def test_an_unknown_model_type_lists_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ConfigError, match="must be one of .*llama, mixtral, qwen2, qwen3, qwen3_moe, got 'gpt2'"):
+    with pytest.raises(ConfigError, match="must be one of .*llama, .*mixtral, .*qwen3_moe, .*got 'gpt2'"):
         load_family(tmp_path)
 
 

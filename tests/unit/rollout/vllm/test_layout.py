@@ -32,6 +32,10 @@ CASES = [
     ("qwen3_next", 2, True),
     ("qwen3_5", 2, False),
     ("qwen3_5_moe", 2, True),
+    *(
+        pytest.param(name, 2, False, marks=pytest.mark.thorough)
+        for name in ("seed_oss", "mistral", "smollm3", "ministral3", "olmo2", "olmo3", "gemma3", "llama4", "exaone4")
+    ),
 ]
 
 

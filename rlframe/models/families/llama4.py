@@ -1,0 +1,5 @@
+"""Llama 4 with images: refused."""
+
+from rlframe.models.families._refused import VISION, Refused
+
+FAMILY = Refused(VISION)

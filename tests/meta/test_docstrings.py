@@ -26,7 +26,7 @@ VERBS = frozenset(
     Extracts Feeds Fetches Fills Filters Finalizes Finds Finishes Fits Flattens Flushes Forces Forgets Forks
     Formats Forwards Frees Freezes Gathers Generates Gets Gives Groups Grows Handles Has Hashes Hides Holds
     Identifies Ignores Imports Inserts Inspects Installs Interrupts Joins Keeps Kills Launches Leaves Lets Limits
-    Listens Lists Loads Locates Locks Logs Looks Makes Maps Marks Matches Measures Merges Mixes Moves Names
+    Listens Lists Loads Locates Locks Logs Looks Makes Maps Marks Matches Measures Merges Mixes Moves Multiplies Names
     Normalizes Notes Obeys Opens Orders Overrides Packs Pads Parses Passes Pauses Pickles Picks Places Plans
     Prefers Prepares Prevents Prints Processes Produces Proves Publishes Pulls Pushes Puts Queries Queues Raises
     Ranks Reads Receives Recognises Recomputes Reconnects Records Reduces Refuses Registers Rejects Releases

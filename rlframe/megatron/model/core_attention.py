@@ -1,4 +1,4 @@
-"""What some families do between the projections and the softmax, around Megatron's own core attention."""
+"""Steps of some families between the projections and the softmax, around Megatron's own core attention."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,5 +1,5 @@
 """Every engine loads a quantised checkpoint as what it stands for: a trainer with the folder in bfloat16 proves its
-weights without a transfer, and it scores and samples the same, bit for bit."""
+weights without a transfer, and it scores and samples the same."""
 
 from pathlib import Path
 
@@ -28,6 +28,8 @@ SAMPLING = SamplingParams(max_tokens=8, min_tokens=8)
 def test_scores_and_samples_are_those_of_the_plain_folder(kind: Kind, form: str, model: str, tmp_path: Path) -> None:
     if form == "mxfp4" and kind.name == "transformers":
         pytest.skip("the embedded engine has no sliding windows")
+    if form == "mxfp4" and kind.name == "sglang":
+        pytest.skip("SGLang has no attention for GPT-OSS on a CPU")
     make_with_tokenizer(model, tmp_path / "source", **({"moe_intermediate_size": 64} if form != "mxfp4" else {}))
     quantize(tmp_path / "source", form, plain=tmp_path / "plain", quantized=tmp_path / "quantized")
     weights = {name: each.float() for name, each in load_file(tmp_path / "plain" / "model.safetensors").items()}
@@ -43,4 +45,11 @@ def test_scores_and_samples_are_those_of_the_plain_folder(kind: Kind, form: str,
             sync.close()
         finally:
             engine.close()
-    assert found[0] == found[1]
+    (scores, samples), (others, again) = found
+    # SGLang batches by arrival on a CPU, so that the last bits differ from run to run of the same folder.
+    exact = kind.name != "sglang"
+    for one, other in zip(
+        [*scores, *(nats for _, nats in samples)], [*others, *(nats for _, nats in again)], strict=True
+    ):
+        assert one == other if exact else one == pytest.approx(other, abs=1e-5)
+    assert [tokens for tokens, _ in samples] == [tokens for tokens, _ in again]

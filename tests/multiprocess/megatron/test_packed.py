@@ -125,7 +125,11 @@ def check_the_norm_equals_torchs() -> None:
     generator = torch.Generator().manual_seed(2)
     hidden, weight = 3 * torch.randn(6, 1, 16, generator=generator), torch.randn(16, generator=generator)
     for dtype in (torch.float32, torch.bfloat16):
-        norm = RmsNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=True), 16, eps=1e-3)  # type: ignore[arg-type]
+        norm = RmsNorm(
+            SimpleNamespace(params_dtype=dtype, sequence_parallel=True, layernorm_zero_centered_gamma=False),
+            16,
+            eps=1e-3,
+        )  # type: ignore[arg-type]
         assert norm.weight.sequence_parallel and norm.weight.dtype == dtype
         norm.weight.data.copy_(weight)
         # x / sqrt(mean(x^2) + eps) * weight; below float32 rounded before the weight, as transformers does.

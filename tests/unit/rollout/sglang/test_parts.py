@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlframe import models
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.sampling import draw, keep_likely, uniforms
 from rlframe.rollout.sglang import epochs
@@ -17,6 +18,7 @@ from rlframe.utils.errors import ConfigError
 
 ALL = 1 << 30
 """SGLang's top_k for none."""
+EMBEDDED = Path(str(models.__file__)).parent / "embedded/qwen3_moe_tiny"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def arguments_of(dtype: torch.dtype, *, cuda: bool, **settings: Any) -> dict[str
     """What SGLang is started with."""
     return engine_arguments(
         SglangConfig(**settings),
-        folder=Path("model"),
+        folder=EMBEDDED,
         architecture=architecture(),
         dtype=dtype,
         cuda=cuda,

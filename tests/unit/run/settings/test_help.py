@@ -27,7 +27,9 @@ def test_the_overview_has_every_section_once_and_refers_to_the_rest() -> None:
 
 
 def test_a_section_a_setting_and_a_component_are_topics() -> None:
-    assert text_of("train.optimizer").startswith("train.optimizer\n  Settings of AdamW and its learning rate.\n")
+    assert text_of("train.optimizer").startswith(
+        "train.optimizer\n  Settings of the optimizer and its learning rate.\n"
+    )
     assert "train.parallel" not in text_of("train.optimizer")
     assert text_of("train.optimizer.lr") == (
         "train.optimizer.lr=1e-06  (float, above 0, at most 10)\n    Peak learning rate."

@@ -90,8 +90,12 @@ class LateProcess(SpawnProcess):
     def run(self) -> None:
         """Runs what the process is for, in that environment."""
         if self.environment is not None:
-            os.environ.clear()
-            os.environ.update(self.environment)
+            # Only what differs: setproctitle finds the memory of this process's title by the environment's first entry.
+            for name in os.environ.keys() - self.environment.keys():
+                del os.environ[name]
+            for name, value in self.environment.items():
+                if os.environ.get(name) != value:
+                    os.environ[name] = value
         super().run()
 
 

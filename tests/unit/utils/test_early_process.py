@@ -1,5 +1,6 @@
 """An interpreter that starts before it is known what it does."""
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -38,6 +39,23 @@ def test_what_is_spawned_later_runs_in_the_interpreter_that_was_started_early(
     second.start()
     second.join()
     assert second.exitcode == 4 and second.pid != early.pid
+
+
+def call_itself(file: str, title: str) -> None:
+    """What a process does that wants a title, as vLLM's core."""
+    setproctitle = importlib.import_module("setproctitle")
+    setproctitle.setproctitle(title)
+    Path(file).write_bytes(Path("/proc/self/cmdline").read_bytes())
+
+
+def test_a_process_may_set_its_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("setproctitle")
+    early = EarlyProcess("import json")
+    monkeypatch.setenv("ADDED", "since then")
+    process = early.context().Process(target=call_itself, args=(str(tmp_path / "title"), "the core"))
+    process.start()
+    process.join()
+    assert early.used and (tmp_path / "title").read_bytes().startswith(b"the core")
 
 
 def test_an_interpreter_that_has_failed_or_would_be_another_one_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

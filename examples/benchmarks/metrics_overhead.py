@@ -1,12 +1,13 @@
 """What metrics, alerts, kept attempts, timeline, TensorBoard and report.html cost a step, all together.
 
-    python examples/benchmarks/metrics_overhead.py [--pairs 12] [--block 10] [key=value ...]
+    python examples/benchmarks/metrics_overhead.py [--pairs 40] [--block 5] [key=value ...]
 
-Runs the main job (embedded model, CPU) in this program, in turns of blocks of steps: in one block everything is on, as
-by default, in the next one what only tells people is left out. Training is the same in both. Of each block it measures
+Runs the main job (embedded model, CPU) in this program, in turns of blocks of steps: in some everything is on, as by
+default, in the others what only tells people is left out. Training is the same in both. Of each block it measures
 seconds by the clock and CPU seconds of the driver and of its processes, and compares neighbours, so that other programs
-on the machine disturb both alike. CPU seconds inside the functions themselves are measured too, which nothing disturbs;
-they leave out other threads (page, TensorBoard, compression). Prints JSON and writes `results/metrics_overhead.json`.
+on the machine disturb both alike; which of two comes first alternates, so that a drift cancels. CPU seconds inside the
+functions themselves are measured too, which nothing disturbs; they leave out other threads (page, TensorBoard,
+compression). Prints JSON and writes `results/metrics_overhead.json`.
 """
 
 import argparse
@@ -29,12 +30,14 @@ from rlframe.run.library import run
 from rlframe.run.load import load
 
 RESULT = Path(__file__).parent / "results/metrics_overhead.json"
-WARM_UP_BLOCKS = 2
+WARM_UP_BLOCKS = 3
+TELLS = (True, False, False, True)
+"""Whether each of four blocks in a row tells."""
 Seconds = dict[str, float]
 
 
 class Blocks(Callback):
-    """Measures blocks of steps, of which every second one tells nothing."""
+    """Measures blocks of steps, of which half tell nothing."""
 
     def __init__(self, block: int):
         self.block, self.on = block, True
@@ -51,10 +54,10 @@ class Blocks(Callback):
         now = {"clock": time.monotonic(), **cpu_s(), "inside": self.inside_s}
         if self._last:
             self.found.append((self.on, {name: (now[name] - self._last[name]) / self.block for name in now}))
-        self._last, self.on = now, not self.on
+        self._last, self.on = now, TELLS[step // self.block % len(TELLS)]
 
     def switch(self, owner: type, name: str, off: Callable[..., Any]) -> None:
-        """Lets a method that tells do `off` instead in every second block, and measures it in the others."""
+        """Lets a method that tells do `off` instead in the blocks that tell nothing, and measures it in the others."""
         original = getattr(owner, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -78,7 +81,8 @@ def cpu_s() -> Seconds:
         except psutil.NoSuchProcess:
             continue
         children += times.user + times.system
-    return {"driver_cpu": time.process_time(), "processes_cpu": children}
+    driver = time.process_time()
+    return {"driver_cpu": driver, "processes_cpu": children, "all_cpu": driver + children}
 
 
 def times_only(loop: OnlineLoop, *_: Any) -> dict[str, float]:
@@ -96,24 +100,32 @@ def compared(found: list[tuple[bool, Seconds]]) -> dict[str, Any]:
     pairs = [(one, other) for (on, one), (_, other) in zip(found[::2], found[1::2], strict=False) if on]
     pairs += [(other, one) for (on, one), (_, other) in zip(found[::2], found[1::2], strict=False) if not on]
     answer: dict[str, Any] = {}
-    for name in ("clock", "driver_cpu", "processes_cpu"):
+    for name in ("clock", "driver_cpu", "processes_cpu", "all_cpu"):
         extra = [one[name] - other[name] for one, other in pairs]
         without = statistics.median(other[name] for _, other in pairs)
         answer[name] = {
             "without_s": without,
             "extra_s": statistics.median(extra),
-            "extra_standard_error_s": statistics.stdev(extra) / len(extra) ** 0.5,
+            "extra_standard_error_s": standard_error(extra),
             "extra_fraction": statistics.median(extra) / without,
         }
     inside = statistics.median(one["inside"] for one, _ in pairs)
-    cpu = statistics.median(one["driver_cpu"] + one["processes_cpu"] for one, _ in pairs)
+    cpu = statistics.median(one["all_cpu"] for one, _ in pairs)
     return answer | {"inside": {"cpu_s": inside, "fraction_of_cpu": inside / cpu}, "pairs": len(pairs)}
+
+
+def standard_error(values: list[float]) -> float:
+    """Returns the standard error of the median, from the median distance to it, as of a normal distribution: a block
+    that something else has disturbed counts as one."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * spread / len(values) ** 0.5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks (default %(default)s)")
-    parser.add_argument("--block", type=int, default=10, help="steps of a block (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks (default %(default)s)")
+    parser.add_argument("--block", type=int, default=5, help="steps of a block (default %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     blocks = Blocks(options.block)

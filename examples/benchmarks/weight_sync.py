@@ -1,6 +1,7 @@
 """Seconds of a weight sync into vLLM on GPUs, proof included, beside the floors measured in the same run.
 
     python examples/benchmarks/weight_sync.py 4b_copy --output result.json
+    python examples/benchmarks/weight_sync.py 4b_adapter --output result.json
     python examples/benchmarks/weight_sync.py 30b_ep2 30b_tp2 30b_split --output result.json
 
 The engine is rlframe's own vLLM engine in its Ray actor, CUDA graphs on, weights random. The trainer side holds the
@@ -25,12 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 from models_by_size import MODELS, make_model
-from weight_sync_parts import BenchmarkSources, floors
+from weight_sync_parts import BenchmarkSources, adapter_of, floors
 
 from rlframe.cluster import runtime
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.roles import Topology, engines, policy
+from rlframe.megatron.config.lora import LoraConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.config import EngineDtype
@@ -39,6 +41,7 @@ from rlframe.rollout.fleet.worker import EngineWorker, RolloutSetup
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 from rlframe.utils.registry import find
+from rlframe.weight_sync.adapters import AdapterSync
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import SyncReport, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
@@ -66,10 +69,19 @@ class Case:
     colocate: bool
     syncs: tuple[tuple[str, str], ...]
     """(layout of the trainer, transport)."""
+    lora: LoraConfig | None = None
+    """Adapters, which are then sent alone."""
 
 
 CASES = {
     "4b_copy": Case(model="qwen3_4b", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"), ("d1", "reload"))),
+    "4b_adapter": Case(
+        model="qwen3_4b",
+        tp=1,
+        colocate=True,
+        syncs=(("d1", "cuda_ipc"),),
+        lora=LoraConfig(rank=32),
+    ),
     "30b_ep2": Case(
         model="qwen3_30b_a3b",
         tp=2,
@@ -143,9 +155,12 @@ def run_case(case: Case, folder: Path, logs: Path, speeds: LinkSpeeds, stack: Ex
     changes = 0
     for train, transport in case.syncs:
         # What the engine holds by now: random weights, changed by every sync so far.
-        sources = BenchmarkSources(model, Parallel.parse(train), placement, logs, changes=changes)
+        parallel = Parallel.parse(train)
+        sources = BenchmarkSources(model, parallel, placement, logs, changes=changes, lora=case.lora)
         try:
-            outcome["syncs"].append({"train": train} | measure(sources, rollout, transport, speeds))
+            outcome["syncs"].append(
+                {"train": train} | measure(sources, rollout, transport, speeds, alone=bool(case.lora))
+            )
             changes += outcome["syncs"][-1]["syncs"]
         finally:
             # Memory that an engine still maps outlives the process it belongs to.
@@ -170,7 +185,14 @@ def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Pat
             "max_num_batched_tokens": 1024,
         },
     )
-    setup = RolloutSetup(rollout=settings, model=model, dtype=EngineDtype.BFLOAT16, device=Device.CUDA, seed=0)
+    setup = RolloutSetup(
+        rollout=settings,
+        model=model,
+        dtype=EngineDtype.BFLOAT16,
+        device=Device.CUDA,
+        seed=0,
+        adapter=adapter_of(model, case.lora) if case.lora else None,
+    )
     rollout = RolloutGroup(
         setup,
         slots=placement.engines,
@@ -183,9 +205,19 @@ def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Pat
     return rollout
 
 
-def measure(sources: BenchmarkSources, rollout: RolloutGroup, transport: str, speeds: LinkSpeeds) -> dict[str, Any]:
-    """Plan once, then sync several times; seconds of each part. The first sync is left out of the medians."""
-    sync = WeightSync(sources, rollout, WeightSyncConfig(transport=transport))
+def measure(
+    sources: BenchmarkSources, rollout: RolloutGroup, transport: str, speeds: LinkSpeeds, *, alone: bool
+) -> dict[str, Any]:
+    """Plan once, then sync several times; seconds of each part. The first sync is left out of the medians.
+
+    Args:
+        alone: only adapters are sent.
+    """
+    config = WeightSyncConfig(transport=transport)
+    if alone:
+        sync = AdapterSync(sources, sources.adapters(), rollout, config)
+    else:
+        sync = WeightSync(sources, rollout, config)
     begun = time.perf_counter()
     plan = sync.connect()
     connected = time.perf_counter()

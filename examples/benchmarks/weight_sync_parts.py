@@ -14,15 +14,18 @@ import torch
 from rlframe.cluster.placement import Placement
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.megatron.config.lora import LoraConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import shards
+from rlframe.models.adapters import key
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Shard
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
+from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.channel import SourceGroup, WeightSource
-from rlframe.weight_sync.layout.memory import clear_padding, load_tensor, record
+from rlframe.weight_sync.layout.memory import clear_padding, identity_layout, load_tensor, record
 from rlframe.weight_sync.plan.planner import LinkSpeeds
 
 
@@ -30,9 +33,11 @@ class SourceWorker(Worker):
     """A trainer rank that only holds parameters."""
 
     source: WeightSource
+    adapters: WeightSource
 
-    def start(self, model: ModelConfig, own: list[Shard], changes: int) -> float:
-        """Random weights of this rank's shards after `changes`, bfloat16, in one buffer on the GPU.
+    def start(self, model: ModelConfig, own: list[Shard], changes: int, lora: LoraConfig | None) -> float:
+        """Random weights of this rank's shards after `changes`, bfloat16, in one buffer on the GPU. With `lora` also
+        whole random adapters, which are then what changes.
 
         Returns seconds that recording took.
         """
@@ -54,14 +59,28 @@ class SourceWorker(Worker):
         for name in layout.boxes:
             value = random_tensor(name, layout.tensors[name], seed=0, device="cuda")
             load_tensor(layout, parameters, name, value)
-        for _ in range(changes):
+        if lora is not None:
+            self.adapters = self.make_adapters(adapter_of(model, lora))
+        for _ in range(changes if lora is None else 0):
             self.change()
         self.source = WeightSource(layout, parameters)
         return record_s
 
+    def make_adapters(self, adapter: EngineAdapter) -> WeightSource:
+        """Random A and B in one buffer, which `change` changes from now on."""
+        sizes = {name: torch.Size(shape).numel() for name, shape in adapter.tensors.items()}
+        self.flat = torch.randn(sum(sizes.values()), dtype=torch.bfloat16, device="cuda") * 0.01
+        parts = zip(adapter.tensors.items(), self.flat.split(list(sizes.values())), strict=True)
+        held = {name: part.view(shape) for (name, shape), part in parts}
+        return WeightSource(identity_layout(held), held)
+
     def weights(self, call: RankCall) -> Any:
         """Returns what the WeightSource answers."""
         return call.on(self.source)
+
+    def adapter_weights(self, call: RankCall) -> Any:
+        """Returns what the WeightSource of the adapters answers."""
+        return call.on(self.adapters)
 
     def change(self) -> None:
         """Other weights than before, the same on every replica."""
@@ -72,7 +91,16 @@ class SourceWorker(Worker):
 class BenchmarkSources(SourceGroup):
     """All trainer ranks."""
 
-    def __init__(self, model: ModelConfig, parallel: Parallel, placement: Placement, logs: Path, *, changes: int):
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: Parallel,
+        placement: Placement,
+        logs: Path,
+        *,
+        changes: int,
+        lora: LoraConfig | None = None,
+    ):
         folder = Path(model.path)
         architecture = load_family(folder).architecture(read_config(folder))
         self._workers = WorkerGroup(
@@ -85,7 +113,7 @@ class BenchmarkSources(SourceGroup):
             call_timeout_s=600,
         )
         calls = [
-            actor.start.remote(model, shards.shards_of_rank(architecture, rank, **asdict(parallel)), changes)
+            actor.start.remote(model, shards.shards_of_rank(architecture, rank, **asdict(parallel)), changes, lora)
             for rank, actor in enumerate(self._workers.actors)
         ]
         self.record_s: list[float] = self._workers.wait(calls, doing="start")
@@ -101,6 +129,15 @@ class BenchmarkSources(SourceGroup):
         asked = [actor.weights.remote(call) for actor, call in zip(self._workers.actors, calls, strict=True)]
         return self._workers.wait(asked, doing=str(calls[0]))
 
+    def adapters(self) -> "AdapterSources":
+        """Returns the source of the adapters."""
+        return AdapterSources(self)
+
+    def on_adapters(self, calls: Sequence[RankCall]) -> list[Any]:
+        """Makes a call about each rank's adapters."""
+        asked = [actor.adapter_weights.remote(call) for actor, call in zip(self._workers.actors, calls, strict=True)]
+        return self._workers.wait(asked, doing=str(calls[0]))
+
     def change(self) -> None:
         """Other weights than before."""
         self._workers.wait([actor.change.remote() for actor in self._workers.actors], doing="change")
@@ -110,6 +147,33 @@ class BenchmarkSources(SourceGroup):
         processes = [psutil.Process(info.pid) for info in self._workers.infos if psutil.pid_exists(info.pid)]
         self._workers.stop()
         psutil.wait_procs(processes, timeout=30)
+
+
+class AdapterSources(SourceGroup):
+    """The adapters of all trainer ranks."""
+
+    def __init__(self, sources: BenchmarkSources):
+        self._sources = sources
+
+    @property
+    def num_ranks(self) -> int:
+        """See SourceGroup."""
+        return self._sources.num_ranks
+
+    def on_ranks(self, calls: Sequence[RankCall]) -> list[Any]:
+        """See SourceGroup."""
+        return self._sources.on_adapters(calls)
+
+
+def adapter_of(model: ModelConfig, lora: LoraConfig) -> EngineAdapter:
+    """The adapters of every matrix of attention and MLP of a dense model."""
+    folder = Path(model.path)
+    family = load_family(folder)
+    shapes = family.tensors(family.architecture(read_config(folder)))
+    matrices = [(name, shape) for name, shape in shapes.items() if name.endswith("_proj.weight")]
+    tensors = {key(name, "lora_A"): (lora.rank, shape[1]) for name, shape in matrices}
+    tensors |= {key(name, "lora_B"): (shape[0], lora.rank) for name, shape in matrices}
+    return EngineAdapter(rank=lora.rank, tensors=dict(sorted(tensors.items())))
 
 
 def floors() -> LinkSpeeds:

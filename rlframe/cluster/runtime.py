@@ -56,7 +56,7 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
             slot for each core this process may use, because Ray starts as many workers at a time as slots.
 
     Raises:
-        ConfigError: no cluster answers at the address.
+        ConfigError: no cluster answers at the address, or Ray does not start here.
     """
     # Ray would otherwise hide the accelerators from actors that request none, and warn at each start.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -67,20 +67,39 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
         if address:
             join(address, environment)
         else:
-            with alone():
-                ray.init(
-                    address=LOCAL,
-                    runtime_env=environment,
-                    num_cpus=max(num_devices, len(os.sched_getaffinity(0))),
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
+            start(environment, num_cpus=max(num_devices, len(os.sched_getaffinity(0))))
         restore_handlers()
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def start(environment: dict[str, Any], *, num_cpus: int) -> None:
+    """Starts Ray on this machine, whose workers get `environment`.
+
+    Raises:
+        ConfigError: it did not start in the time that Ray gives itself.
+    """
+    with alone():
+        try:
+            ray.init(
+                address=LOCAL,
+                runtime_env=environment,
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except Exception as error:
+            # Ray 2.60 raises a plain Exception after 30 s, which no setting changes; other classes are other faults.
+            if type(error) is not Exception:
+                raise
+            said = (
+                f"Ray did not start on this machine ({error}); look with `top` for what keeps it busy and start the "
+                "same command again, or start Ray before the run with `ray start --head` and set cluster.address=auto"
+            )
+            raise ConfigError([Fault("cluster.address", said=said)]) from error
 
 
 def join(address: str, environment: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from rlframe.algorithms.base import Algorithm
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.throughput import Throughput
+from rlframe.loops.saving.background import choose
 from rlframe.loops.saving.checkpoints import Checkpoints, RunState, Stage, score
 from rlframe.loops.schedule import Schedule
 from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
@@ -42,6 +43,9 @@ class Loop(ABC):
     """Writes the model in Hugging Face format to a folder of the run."""
     throughput: Throughput = field(default_factory=Throughput)
     """Measures tokens a second and device."""
+    background: bool | None = None
+    """Whether training goes on while the next checkpoint is written, by what is known. None before the first ranks have
+    started."""
     results: dict[str, float] = field(default_factory=dict)
     """Numbers for the closing paragraph, which are part of checkpoints."""
 
@@ -54,6 +58,11 @@ class Loop(ABC):
     def auxiliary(self) -> dict[str, ModelGroup]:
         """The trained models other than the policy, by role."""
         return {}
+
+    @property
+    def trained(self) -> list[ModelGroup]:
+        """The trained models."""
+        return [self.policy, *self.auxiliary.values()]
 
     @abstractmethod
     def run(self, done_steps: int) -> None:
@@ -90,6 +99,17 @@ class Loop(ABC):
     def forget(self) -> None:  # noqa: B027 - as in_flight
         """Forgets what is under way."""
 
+    def prepare_checkpoints(self) -> None:
+        """Decides how checkpoints are written, says so once, and has room made for what that needs. The ranks have
+        their optimizers."""
+        choice = choose(self.checkpoints.config.asynchronous, self.trained)
+        if choice.background != self.background:
+            self.background = choice.background
+            self.metrics.print_line(choice.said)
+        if choice.background:
+            for model in self.trained:
+                model.reserve_copy()
+
     def export_step(self, step: int) -> None:
         """Writes the model of `step`."""
         with self.phase("export", on=self.policy):
@@ -99,10 +119,17 @@ class Loop(ABC):
     def save(self, step: int) -> None:
         """Writes a checkpoint from which the run resumes bit for bit."""
         config = self.checkpoints.config
+        with self.phase("checkpoint"):
+            # The one before may still be in the memory that this one needs.
+            self.checkpoints.finish()
+            choice = choose(config.asynchronous, self.trained)
+        if choice.background != self.background:
+            self.background = choice.background
+            self.metrics.print_line(choice.said)
 
         def stage(model: ModelGroup, folder: Path) -> Callable[[], dict[str, float]]:
             self.phase.sleep_others(model)
-            return model.save(folder, copy=config.asynchronous, verify=config.verify)
+            return model.save(folder, copy=choice.background, read_back=config.read_back if config.verify else 0.0)
 
         state = RunState(
             step=step,
@@ -115,6 +142,8 @@ class Loop(ABC):
         )
         auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()} | self.in_flight(step)
         with self.phase("checkpoint"):
-            folder = self.checkpoints.save(state, partial(stage, self.policy), auxiliary=auxiliary)
+            folder = self.checkpoints.save(
+                state, partial(stage, self.policy), auxiliary=auxiliary, background=choice.background
+            )
         self.phase.next_step()
         self.metrics.callbacks.on_checkpoint(step, folder)

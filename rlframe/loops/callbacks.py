@@ -42,7 +42,7 @@ class Callback:
         """Receives the metrics of an evaluation of the weights of `step`. 0 is before training."""
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """Receives the folder of a checkpoint. With checkpoint.asynchronous=true it appears when it is complete."""
+        """Receives the folder of a checkpoint. Where checkpoint.asynchronous holds it appears when it is complete."""
 
     def on_end(self, results: Mapping[str, float]) -> None:
         """Receives what `rlframe.run` returns, after the last step. Not after an error."""

@@ -48,6 +48,17 @@ class LoopConfig:
             )
 
 
+class Asynchronous(StrEnum):
+    """Choices of when the files of a checkpoint are written."""
+
+    AUTO = "auto"
+    """While training goes on, if every host has memory for a copy of its part of the state."""
+    TRUE = "true"
+    """While training goes on."""
+    FALSE = "false"
+    """While training waits."""
+
+
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     """Settings of checkpoints and exports."""
@@ -68,12 +79,16 @@ class CheckpointConfig:
     without one it is not among the best."""
     best_mode: BestMode = BestMode.MAX
     """Whether greater (max) or smaller (min) values are better."""
-    asynchronous: bool = False
+    asynchronous: Asynchronous = Asynchronous.AUTO
     """Whether to copy the training state to host memory and train on while it is written. It takes 12 to 18 bytes a
-    parameter, shared by the ranks."""
+    parameter, shared by the ranks. auto does so where every host has that memory, as measured before each
+    checkpoint."""
     verify: bool = True
-    """Whether to compare checksums of every file: after it is written, by reading it back from the disk, and before a
-    run resumes. Names, lengths and the manifest are always compared."""
+    """Whether to compare checksums: of `read_back` of every file after it is written, and of all of it before a run
+    resumes. Names, lengths and the manifest are always compared."""
+    read_back: Annotated[float, Range(0, 1, note="0: nothing")] = 0.0625
+    """Fraction of every file that is read back from the disk after it is written, evenly spread, with its beginning and
+    its end. 1 reads back all of it, which takes a disk about as long as to write it."""
     on_signal_s: Annotated[float, Range(0, 86_400, note="0: ends at once, nothing is saved")] = 300.0
     """Seconds that a step may still take after SIGTERM or the first Ctrl-C. The run then saves, and ends with code 143
     or 130. A step that takes longer is not saved; 0 saves none. The second signal ends the run at once."""

@@ -37,6 +37,7 @@ class Resumption:
 
     def finish(self) -> None:
         """Runs the rest of the run. The ranks must have the first weights, and the loop must be at its beginning."""
+        self.loop.prepare_checkpoints()
         done_steps = self.resume()
         self.ready_at = self.ready_at or time.monotonic()
         self.loop.run(done_steps)
@@ -48,7 +49,7 @@ class Resumption:
         beginning. Returns where `finish` will continue."""
         loop = self.loop
         loop.metrics.num_restarts += 1
-        trained = [loop.policy, *loop.auxiliary.values()]
+        trained = loop.trained
         with loop.phase("restart"):
             loop.forget()
             self.checkpoints.abandon()

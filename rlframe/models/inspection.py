@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rlframe.models import hub
-from rlframe.models.checkpoint import INDEX, SINGLE, first_cut
+from rlframe.models.checkpoint import INDEX, SINGLE, CheckpointReader, first_cut
 from rlframe.models.config import HEAD
 from rlframe.models.quantized import stated
 from rlframe.models.quantized.base import TORCH, Part, Quantization, finite
@@ -30,30 +30,46 @@ HARMLESS_ENDINGS = ("rotary_emb.inv_freq",)
 """Ends of the names of tensors that follow from config.json and that old checkpoints contain."""
 
 
-def model_faults(folder: Path, *, num_outputs: int | None) -> list[str]:
+def model_faults(folder: Path, *, num_outputs: int | None, with_mtp: bool = False) -> list[str]:
     """Returns the faults that `faults` finds in the folder of a model.
 
     Args:
         num_outputs: number of outputs of the model's head, as in `Architecture`; a head that is not over the vocabulary
             may be missing.
+        with_mtp: whether the head for multi-token prediction must be there, if config.json promises one.
 
     Raises:
         ConfigError, CheckpointError: config.json is invalid, or no family has its model_type.
     """
     family, hf = hub.load_family(folder), hub.read_config(folder)
     architecture = family.architecture(hf)
-    beyond = hf.get("num_nextn_predict_layers") or 0
-    layers = range(architecture.num_layers, architecture.num_layers + beyond)
+    layers = range(architecture.num_layers, architecture.num_layers + architecture.mtp_layers)
     # transformers also writes the output layer of tied models; a head replaces it.
     untied = architecture.tie_embeddings or num_outputs is not None
     ignored = {f"model.layers.{layer}." for layer in layers} | ({"lm_head.weight"} if untied else set())
+    if architecture.mtp_layers:
+        ignored.add("mtp.")
     return faults(
         folder,
-        family.tensors(architecture.with_outputs(num_outputs)),
+        family.tensors(architecture.with_outputs(num_outputs).keeping_mtp(with_mtp)),
         optional={HEAD},
         ignored=ignored,
         quantization=stated.quantization(hf),
     )
+
+
+def has_mtp(folder: Path) -> bool:
+    """Returns whether the folder of a model has a head for multi-token prediction that train.mtp can keep.
+
+    Raises:
+        ConfigError, CheckpointError: as `model_faults`, or the files cannot be read.
+    """
+    family = hub.load_family(folder)
+    architecture = family.architecture(hub.read_config(folder))
+    if architecture.mtp_layers != 1:
+        return False
+    head = family.tensors(architecture.keeping_mtp(True)).keys() - family.tensors(architecture).keys()
+    return head <= set(CheckpointReader(folder).names)
 
 
 def faults(
@@ -207,7 +223,10 @@ def _harmless(name: str, ignored: Set[str], endings: tuple[str, ...], places: Ma
     if name.endswith(HARMLESS_ENDINGS + endings) or name in ignored:
         return True
     # A tensor that only a layer for multi-token prediction has: it joins a state with an embedding.
-    return any(name.startswith(prefix) and f"{prefix}eh_proj.weight" in places for prefix in ignored)
+    return any(
+        name.startswith(prefix) and not {f"{prefix}eh_proj.weight", f"{prefix}fc.weight"}.isdisjoint(places)
+        for prefix in ignored
+    )
 
 
 def _listed(sentence: str, items: list[str]) -> list[str]:

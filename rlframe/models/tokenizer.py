@@ -82,11 +82,11 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
 
-def stop_token_ids(folder: Path) -> list[int]:
+def stop_token_ids(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Returns the end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
     from transformers import GenerationConfig  # noqa: PLC0415 - see load
 
-    stated = [end_token_of_config(folder), load(folder).eos_token_id]
+    stated = [end_token_of_config(folder), tokenizer.eos_token_id]
     if (folder / "generation_config.json").is_file():
         stated.append(GenerationConfig.from_pretrained(folder).eos_token_id)
     ids = chain.from_iterable(each if isinstance(each, list) else [each] for each in stated)

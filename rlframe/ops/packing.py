@@ -158,10 +158,24 @@ def split_into_microbatches(
         members.setdefault(unit, []).append(index)
     groups = list(members.values())
     sizes = [sum(lengths[index] for index in group) for group in groups]
-    if (longest := max(sizes, default=0)) > max_tokens:
-        what = "sequence" if len(groups) == len(lengths) else "pair or group of sequences that belong together"
+    return distribute(groups, sizes, num_ranks=num_ranks, max_tokens=max_tokens)
+
+
+def distribute(groups: list[list[int]], sizes: list[int], *, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Returns sequence indices by rank and micro-batch, as `split_into_microbatches`, of groups that stay whole.
+
+    Args:
+        sizes: number of tokens of each group.
+
+    Raises:
+        ValueError: a group is longer than max_tokens.
+    """
+    longest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
+    if longest is not None and sizes[longest] > max_tokens:
+        what = "sequence" if len(groups[longest]) == 1 else "pair or group of sequences that belong together"
         raise ValueError(
-            f"train.max_tokens_per_microbatch must be at least the longest {what}, {longest} tokens, got {max_tokens}"
+            f"train.max_tokens_per_microbatch must be at least the longest {what}, {sizes[longest]} tokens, "
+            f"got {max_tokens}"
         )
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks

@@ -45,6 +45,7 @@ FREE_ON_RESUME = (
             "best_mode",
             "asynchronous",
             "verify",
+            "read_back",
             "on_signal_s",
             "export",
             "export_every_steps",

@@ -9,20 +9,22 @@ status 1 if the run does not fit or its configuration has faults.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rlframe.cluster.config import Device
+from rlframe.cluster.roles import ENGINES
 from rlframe.run.check import planned_faults
 from rlframe.run.check.context import algorithm_of
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import add_arguments, of_arguments
 from rlframe.run.preflight.advice import faults_of
-from rlframe.run.preflight.describe import describe, facts
+from rlframe.run.preflight.describe import describe, facts, labelled
 from rlframe.run.preflight.devices import KINDS, Accelerator, this_machine
 from rlframe.run.preflight.layouts import Layout, best
 from rlframe.run.preflight.plan import Plan, plan
+from rlframe.tools.plan_sync import Case, by_medium, solve
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import ConfigError, RlframeError
 from rlframe.utils.faults import Fault
@@ -55,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layouts = best_layouts(found, options.devices)
         for line in describe(found, faults, layouts, given=options.devices):
             print(line)
+        if options.links:
+            for line in labelled("links", links(found, options.devices_per_host)):
+                print(line)
     except RlframeError as error:
         print(printable(str(error)), file=sys.stderr)
         return 1
@@ -80,6 +85,34 @@ def best_layouts(found: Plan, given: int | None) -> list[Layout]:
     return best(found, given or found.num_devices) if found.accelerator.speeds else []
 
 
+def links(found: Plan, devices_per_host: int) -> Iterator[str]:
+    """Yields the bytes of a weight sync over each kind of link, and their seconds, from the plan of the real sync.
+
+    Raises:
+        ConfigError: the run has no engines that are synced, or the engine is not installed here.
+    """
+    engine = found.engine
+    if engine is None or engine.role != ENGINES:
+        raise ConfigError(["--links: no engine of this run receives weights of the trainer; remove it"])
+    case = Case(
+        model=found.run.model.path,
+        train=found.parallel,
+        engine=found.run.rollout.name,
+        tp=engine.config.devices_per_engine,
+        ep=getattr(engine.config, "expert_parallel", False),
+        engines=engine.config.num_engines,
+        colocate=found.run.cluster.colocate,
+        dtype=str(found.run.train.dtype),
+        devices_per_host=devices_per_host,
+    )
+    answer = solve(case)
+    yield from by_medium(answer)
+    seconds = answer.seconds["plan_s"]
+    yield f"{answer.plan.num_copies:,} copies, planned in {seconds:.1f} s; all links at once: {answer.floor_ms:.3g} ms"
+    if answer.fallback:
+        yield f"everything goes as whole tensors through the engine's reload: {answer.fallback}"
+
+
 def on(accelerator: Accelerator, run: RunConfig) -> RunConfig:
     """Returns the run on such devices, whatever this machine has, without its weights."""
     device = Device.CPU if accelerator.is_cpu else Device.CUDA
@@ -97,6 +130,7 @@ def _parser() -> Parser:
     add("--devices-per-host", type=int, default=8, help="default %(default)s")
     add("--prompt-tokens", type=int, help="mean tokens of a prompt (default: data.max_prompt_tokens)")
     add("--response-tokens", type=int, help="mean tokens of a response (default: rollout.max_tokens)")
+    add("--links", action="store_true", help="plan the weight sync with the engine's own loader: bytes by kind of link")
     add("--json", metavar="FILE", help="write everything as JSON too")
     add_arguments(parser)
     return parser

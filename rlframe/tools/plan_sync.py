@@ -22,14 +22,14 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype
 from rlframe.models import shards
 from rlframe.models.config import ModelConfig
-from rlframe.models.families.base import Architecture, Family
+from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
-from rlframe.weight_sync.plan.planner import Kind, LinkSpeeds, Plan, make_plan
+from rlframe.weight_sync.plan.planner import MOST_LINKS, Kind, LinkSpeeds, Plan, make_plan
 
 ENGINES = "rlframe.rollout"
 """Package whose files `ENGINE/layout.py` compute the layout of an engine's memory."""
@@ -62,7 +62,7 @@ class Case:
     """The case to plan, from the command line."""
 
     model: str
-    train: str
+    train: str | Parallel
     engine: str
     tp: int = 1
     ep: bool = False
@@ -180,13 +180,20 @@ def trainer_layouts(
     family: Family, architecture: Architecture, parallel: Parallel, *, dtype: torch.dtype
 ) -> list[MemoryLayout]:
     """Returns the layout of each trainer rank, in the order of ranks, without processes and without Megatron."""
-    tensors, layouts = family.tensors(architecture), []
+    tensors = family.tensors(architecture)
+    layouts: list[MemoryLayout] = []
+    # Replicas hold the same shards, and are recorded once.
+    known: dict[tuple[Shard, ...], MemoryLayout] = {}
     for rank in range(parallel.world):
         own = shards.shards_of_rank(architecture, rank, **asdict(parallel))
+        if layout := known.get(tuple(own)):
+            layouts.append(layout)
+            continue
         shapes = shards.parameters(family, architecture, own)
         parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
         load = partial(shards.load, family=family, architecture=architecture, shards=own)
-        layouts.append(record(load, parameters, tensors))
+        known[tuple(own)] = record(load, parameters, tensors)
+        layouts.append(known[tuple(own)])
     return layouts
 
 
@@ -216,7 +223,9 @@ def whole_tensors(tensors: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Me
     return record(load, parameters, tensors)
 
 
-def _parallel(text: str) -> Parallel:
+def _parallel(text: str | Parallel) -> Parallel:
+    if isinstance(text, Parallel):
+        return text
     try:
         return Parallel.parse(text)
     except ValueError as error:
@@ -283,10 +292,13 @@ def describe(answer: Answer) -> Iterator[str]:
     name = f"{case.engines} x {case.engine} tp {case.tp}{' with ep' if case.ep else ''}"
     place = "on the trainer's devices" if case.colocate else "on devices of their own"
     yield f"engines   {name} {place}: {_ranks(answer.destinations)}, {engine_boxes:,} boxes"
-    for (source, destination), kind in sorted(answer.plan.link_kinds.items()):
-        engine, rank = divmod(destination, case.tp)
-        size = _readable(sizes[source, destination])
-        yield f"link      trainer {source} -> engine {engine} rank {rank}: {size} {KINDS[kind]}"
+    if len(sizes) <= MOST_LINKS:
+        for (source, destination), kind in sorted(answer.plan.link_kinds.items()):
+            engine, rank = divmod(destination, case.tp)
+            size = _readable(sizes[source, destination])
+            yield f"link      trainer {source} -> engine {engine} rank {rank}: {size} {KINDS[kind]}"
+    else:
+        yield from (f"links     {line}" for line in by_medium(answer))
     kinds = answer.plan.kind_bytes
     parts = ", ".join(f"{_readable(size)} {KINDS[kind]}" for kind, size in sorted(kinds.items()))
     yield f"plan      {answer.plan.num_copies:,} copies: {parts}"
@@ -302,6 +314,18 @@ def describe(answer: Answer) -> Iterator[str]:
         yield f"reload    everything, as whole tensors through the engine's reload: {answer.fallback}"
     else:
         yield "reload    nothing, unless the engine repacks its weights after loading, which calibration detects"
+
+
+def by_medium(answer: Answer) -> Iterator[str]:
+    """Yields for each medium the bytes, the links, and the seconds of the rank that sends or reads most over it."""
+    plan, speeds = answer.plan, answer.case.speeds
+    for kind, (busiest, seconds) in plan.busiest(speeds).items():
+        count = sum(each == kind for each in plan.link_kinds.values())
+        links = f"{count:,} {'link' if count == 1 else 'links'}"
+        yield (
+            f"{_readable(plan.kind_bytes[kind])} {KINDS[kind]}, on {links}; at most {_readable(busiest)} from or to "
+            f"one rank: {seconds * MILLISECONDS:.3g} ms at {getattr(speeds, kind):g} GB/s"
+        )
 
 
 def facts(answer: Answer) -> dict:
@@ -324,11 +348,13 @@ def facts(answer: Answer) -> dict:
             }
             for (source, destination), size in sorted(answer.plan.link_bytes.items())
         ],
+        "media": {kind: {"bytes": answer.plan.kind_bytes[kind], "busiest_rank_bytes": busiest, "seconds": seconds}
+                  for kind, (busiest, seconds) in answer.plan.busiest(answer.case.speeds).items()},
         "total_bytes": answer.plan.total_bytes,
         "floor_ms": answer.floor_ms,
         "seconds": answer.seconds,
         "fallback": answer.fallback,
-    }
+    }  # fmt: skip
 
 
 def _num_bytes(layout: MemoryLayout) -> int:

@@ -65,6 +65,10 @@ class Sequences:
     """[T, layers, k] experts that each token was routed to in the engine, in each layer that has experts: layers * k
     bytes a token (uint8; int16 above 256 experts). 0 at the last token of a sequence, which the engine never processed.
     Present only if the routers must choose the same."""
+    shared: Int[Tensor, " R"] | None = by_sequence(default=None)
+    """[R] number of first tokens of each sequence that are not computed again, because they are those of the last
+    sequence before it with a 0 here. Set only where micro-batches are made. None if every sequence is computed
+    whole."""
 
     @property
     def num_sequences(self) -> int:
@@ -84,6 +88,10 @@ class Sequences:
         """Returns [R] the index of each sequence's unit. Sequences of one unit must share a micro-batch. Here each
         sequence is a unit of its own."""
         return torch.arange(self.num_sequences)
+
+    def families(self) -> Int[Tensor, " R"]:
+        """Returns [R] the index of each sequence's family: sequences that probably begin with the same tokens."""
+        return self.units()
 
     def select(self: Packed, indices: list[int]) -> Packed:
         """Returns the sequences `indices`, in that order, packed again. Every field follows by its axis."""
@@ -159,6 +167,10 @@ class Batch(Sequences):
     """[R, K] unweighted values of the K reward functions. NaN if one did not score the rollout. None if unknown."""
     part_weights: Float[Tensor, "R K"] | None = by_sequence(default=None)
     """[R, K] weights of the reward functions, the same in every row. Present if reward_parts are."""
+
+    def families(self) -> Int[Tensor, " R"]:
+        """Returns [R] `group`, because the rollouts of a group answer one prompt."""
+        return self.group
 
     def with_advantages(self, advantages: Float[Tensor, " T"]) -> "TrainBatch":
         """Returns the same batch with advantages: the only kind that reaches an online loss."""

@@ -374,9 +374,11 @@ def by_attempt(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
 def reward_of(sequences: Sequence[Rollout]) -> float:
     """Returns the total reward of one attempt: its reward, which all of its sequences have, and the rewards at all of
     their tokens. NaN if no reward function scored it."""
-    return sequences[-1].reward + sum(
-        float(given.sum()) for each in sequences if (given := each.rewards_at_tokens) is not None
-    )
+    at_tokens = 0
+    for each in sequences:
+        if (given := each.rewards_at_tokens) is not None:
+            at_tokens += float(given.sum())
+    return sequences[-1].reward + at_tokens
 
 
 def attempts_in(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:

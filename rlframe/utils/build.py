@@ -158,8 +158,10 @@ class _Builder:
             return self.entries(get_args(hint)[1], value, key)
         if isinstance(hint, EnumType):
             names = [str(member) for member in hint]
-            if value in names:
-                return hint(value)
+            # YAML reads true and false as no text.
+            text = str(value).lower() if isinstance(value, bool) else value
+            if text in names:
+                return hint(text)
             near = did_you_mean(value, names) if isinstance(value, str) else ""
             return self.fault(key, f"one of {', '.join(names)}", value, hint=near)
         return self.scalar(hint, value, key)

@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 
 PROCESSES = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+"""Folder in which Linux states the limits of a container, from inside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +78,23 @@ def status(process: str) -> dict[str, int]:
     """
     lines = (line.split() for line in (PROCESSES / process / "status").read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[2:] == ["kB"]}
+
+
+def available_bytes() -> int:
+    """Returns the bytes of this host's memory that processes can still have, under the limit of a container."""
+    return min(psutil.virtual_memory().available, _left_to_container())
+
+
+def _left_to_container() -> int:
+    """Returns what the limit of the cgroup leaves, of which the kernel can empty the page cache. A large number where
+    there is none."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return sys.maxsize if limit == "max" else int(limit) - used + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return sys.maxsize
 
 
 def of_role(role: str, uses: Iterable[MemoryUse]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from rlframe.utils.calls import RankCall
 from rlframe.utils.memory import MemoryUse
 from rlframe.weight_sync.layout.boxes import Region
 from rlframe.weight_sync.layout.memory import MemoryLayout
-from rlframe.weight_sync.layout.wire import WireLayout, pack, unpack
+from rlframe.weight_sync.layout.wire import PackedLayout, pack, unpack
 from rlframe.weight_sync.transports.base import Link, RankInfo
 
 T = TypeVar("T")
@@ -251,15 +251,19 @@ class DestinationGroup(ABC):
 
 
 def _fields(info: SourceInfo | DestinationInfo) -> dict[str, Any]:
-    """Returns the fields for pickling, with the layout as arrays."""
+    """Returns the fields for pickling, with the layout as arrays, and shapes only once."""
     values = {field.name: getattr(info, field.name) for field in fields(info)}
     if info.layout is not None:
         values["layout"] = pack(info.layout)
+        if values.get("tensors") == info.layout.tensors:
+            values["tensors"] = None
     return values
 
 
 def _info(kind: type[RankInfo], values: dict[str, Any]) -> RankInfo:
     """Returns the message from the result of `_fields`."""
-    if isinstance(values["layout"], WireLayout):
+    if isinstance(values["layout"], PackedLayout):
         values["layout"] = unpack(values["layout"])
+        if "tensors" in values and values["tensors"] is None:
+            values["tensors"] = values["layout"].tensors
     return kind(**values)

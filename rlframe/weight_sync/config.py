@@ -19,6 +19,13 @@ class HoldIn(StrEnum):
     HOST = "host"
 
 
+class LoraSync(StrEnum):
+    """Form in which engines receive a policy with train.lora."""
+
+    MERGED = "merged"
+    ADAPTER = "adapter"
+
+
 @dataclass(kw_only=True, slots=True)
 class WeightSyncConfig:
     """Settings of the transfer of weights from the policy to the engines, and of its checks."""
@@ -28,6 +35,11 @@ class WeightSyncConfig:
     logs the reason. `shm` is for CPUs of one host, `cuda_ipc` for GPUs of one host, `nccl` between hosts (gloo for
     CPU), `reload` sends whole tensors through the engine's own loader. One that is unavailable ends the run with the
     reason."""
+    lora: LoraSync = LoraSync.MERGED
+    """Form in which engines receive a policy with train.lora. merged: the trainer adds B A to the weights, and all
+    weights are sent. adapter: engines compute with the adapters themselves, the base is proved once, and only A and B
+    are sent: less than a hundredth of the bytes, and logprobs closer to the trainer's in bfloat16, but slower
+    sampling. For vLLM, dense models, and matrices of attention and MLP."""
     bucket_bytes: Annotated[int, Range(1024, 1 << 40)] = 1 << 30
     """Bytes of staging memory of a reload on each engine rank. A larger tensor has a bucket of its own."""
     chunk_bytes: Annotated[int, Range(1024, 1 << 40)] = 256 << 20

@@ -1,6 +1,6 @@
 """The data of a set of connected processes: transport, plan, links, and the holders of each tensor."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -30,7 +30,7 @@ from rlframe.weight_sync.endpoints import this_host
 from rlframe.weight_sync.layout.memory import MemoryLayout
 from rlframe.weight_sync.layout.wire import no_collection
 from rlframe.weight_sync.plan.copies import Copies
-from rlframe.weight_sync.plan.planner import Copy, Plan, make_plan
+from rlframe.weight_sync.plan.planner import Plan, make_plan
 from rlframe.weight_sync.proof.digest import common_units
 from rlframe.weight_sync.proof.shares import Shares, cover
 from rlframe.weight_sync.reload import bucket, make_buckets, staging_layout
@@ -136,9 +136,9 @@ def _make_connection(
         destination_devices=[info.device for info in destinations],
     )
     names = tuple(trainers[0].tensors)
-    of_engine: dict[int, dict[int, MemoryLayout]] = {}
+    of_engine: dict[int, list[int]] = {}
     for rank, engine in enumerate(engines):
-        of_engine.setdefault(engine, {})[rank] = layouts[rank]
+        of_engine.setdefault(engine, []).append(rank)
     return Connection(
         choice=choice,
         plan=plan,
@@ -150,13 +150,10 @@ def _make_connection(
         names=names,
         dtypes=_dtypes(layouts),
         source_shares=Shares(cover(dict(enumerate(trainers)), side="the trainer"), range(len(trainers)), names),
-        engine_shares={
-            engine: Shares(cover(ranks, side=f"engine {engine}"), list(ranks), names)
-            for engine, ranks in of_engine.items()
-        },
-        units=common_units([*trainers, *layouts]),
+        engine_shares=_engine_shares(layouts, of_engine, names),
+        units=common_units({id(layout): layout for layout in [*trainers, *layouts]}.values()),
         seed=seed,
-        orders=[_order(names, tuple(layout.tensors)) for layout in layouts],
+        orders=_orders(names, layouts),
     )
 
 
@@ -179,11 +176,9 @@ def open_connection(
 
     pushes: list[tuple[Copies, ...]] = [()] * len(connection.sources)
     if two_sided:
-        leaving: list[list[tuple[int, Copy]]] = [[] for _ in connection.sources]
-        for rank, mine in enumerate(connection.plan.copies):
-            for copy in mine:
-                leaving[copy.source].append((rank, copy))
-        pushes = [_parts(mine, max(1, len(connection.buckets))) for mine in leaving]
+        whole = Copies.joined(connection.plan.copies)
+        num_parts = max(1, len(connection.buckets))
+        pushes = [_parts(whole.select(whole.column("source") == rank), num_parts) for rank in range(len(pushes))]
     trainer = [f"source rank {rank}" for rank in range(len(connection.sources))]
     engines = [f"engine {engine}, destination rank {rank}" for rank, engine in enumerate(connection.engines)]
     both(
@@ -198,7 +193,7 @@ def open_connection(
 def pulls(connection: Connection) -> list[tuple[Copies, ...]]:
     """Returns by destination rank the copies that it pulls, by part."""
     num_parts = max(1, len(connection.buckets))
-    return [_parts([(rank, copy) for copy in mine], num_parts) for rank, mine in enumerate(connection.plan.copies)]
+    return [_parts(mine, num_parts) for mine in connection.plan.copies]
 
 
 def make_links(
@@ -289,21 +284,40 @@ def _targets(
     return [layout] * len(destinations), buckets
 
 
-def _parts(copies: Iterable[tuple[int, Copy]], num_parts: int) -> tuple[Copies, ...]:
+def _parts(copies: Copies, num_parts: int) -> tuple[Copies, ...]:
     """Returns the copies by part, in their order; a reload's by the bucket that they write to."""
     if num_parts == 1:
-        return (Copies.of(copies),)
-    parts: dict[str, list[tuple[int, Copy]]] = {bucket(part): [] for part in range(num_parts)}
-    for destination, copy in copies:
-        parts[copy.write.parameter].append((destination, copy))
-    return tuple(map(Copies.of, parts.values()))
+        return (copies,)
+    parts = {bucket(part): part for part in range(num_parts)}
+    written = np.array([parts[name] for name in copies.write_parameters], dtype=np.int64)
+    part_of = written[copies.column("write_parameter")]
+    return tuple(copies.select(part_of == part) for part in range(num_parts))
+
+
+def _engine_shares(
+    layouts: Sequence[MemoryLayout], of_engine: Mapping[int, list[int]], names: tuple[str, ...]
+) -> dict[int, Shares]:
+    """Returns the digest shares of each engine. Engines whose ranks have the same layouts are looked at once."""
+    found: dict[tuple[int, ...], Shares] = {}
+    shares = {}
+    for engine, ranks in of_engine.items():
+        key = tuple(id(layouts[rank]) for rank in ranks)
+        if key not in found:
+            covers = cover({rank: layouts[rank] for rank in ranks}, side=f"engine {engine}")
+            found[key] = Shares(covers, ranks, names)
+        shares[engine] = found[key].of_ranks(ranks)
+    return shares
 
 
 def _dtypes(destinations: list[MemoryLayout]) -> dict[str, torch.dtype]:
     """Returns the number format of each tensor in the engines, which must be the same in all, because the trainer casts
     once."""
     dtypes: dict[str, torch.dtype] = {}
+    seen: set[int] = set()
     for rank, layout in enumerate(destinations):
+        if id(layout) in seen:
+            continue
+        seen.add(id(layout))
         for tensor in layout.boxes:
             dtype = layout.dtype(tensor)
             if dtypes.setdefault(tensor, dtype) != dtype:
@@ -313,9 +327,12 @@ def _dtypes(destinations: list[MemoryLayout]) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def _order(names: tuple[str, ...], mine: tuple[str, ...]) -> NDArray[np.int64] | None:
-    """Returns the index in `mine` of each of `names`, -1 if it is not there. None if both are the same."""
-    if names == mine:
-        return None
-    index = {name: column for column, name in enumerate(mine)}
-    return np.array([index.get(name, -1) for name in names], dtype=np.int64)
+def _orders(names: tuple[str, ...], layouts: Sequence[MemoryLayout]) -> list[NDArray[np.int64] | None]:
+    """Returns for each layout the index of each of `names` in its own order, -1 if it is not there. None if both orders
+    are the same."""
+    found: dict[int, NDArray[np.int64] | None] = {}
+    for layout in {id(layout): layout for layout in layouts}.values():
+        mine = tuple(layout.tensors)
+        index = {name: column for column, name in enumerate(mine)}
+        found[id(layout)] = None if mine == names else np.array([index.get(name, -1) for name in names], dtype=np.int64)
+    return [found[id(layout)] for layout in layouts]

@@ -12,6 +12,7 @@ from rlframe.megatron.worker.worker import MegatronWorker
 from rlframe.rollout.fleet.worker import EngineWorker, RolloutWorker
 from rlframe.rollout.sglang import border as sglang_border
 from rlframe.rollout.vllm import border as vllm_border
+from rlframe.weight_sync.adapted import AdaptedDestination, AdaptedRank
 from rlframe.weight_sync.border import DestinationRank, SourceRank
 from rlframe.weight_sync.endpoints import WeightDestination, WeightSource
 
@@ -39,6 +40,7 @@ def parameters(method: Any) -> list[str]:
     [
         (WeightSource, SourceRank),
         (WeightDestination, DestinationRank),
+        (AdaptedDestination, AdaptedRank),
         (MegatronWorker, TrainerRank),
         (ForwardOnlyWorker, ForwardOnlyRank),
         (RolloutWorker, EngineWorker),

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.recipes import make_model
 from tests.multiprocess.program import LEARNING, Program, lines, on_loopback
 
 pytestmark = [
@@ -75,6 +76,34 @@ def title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
+
+
+@pytest.mark.thorough
+def test_adapters_alone_reach_vllm_in_place_and_it_computes_what_the_trainer_does(tmp_path: Path) -> None:
+    folder = make_model("Qwen/Qwen3-4B", tmp_path / "model", shrunk=True)
+    # vLLM's attention on a CPU begins with heads of 32 channels.
+    config = json.loads((folder / "config.json").read_text()) | {"head_dim": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    adapters = {
+        "model.path": folder,
+        "train.parallel": "d1t2",
+        "train.lora.rank": 4,
+        "train.lora.target_modules": "[q_proj,v_proj,o_proj,gate_proj,down_proj]",
+        "train.optimizer.lr": 1e-2,
+        "weight_sync.lora": "adapter",
+        "weight_sync.audit_every_steps": 1,
+    }
+    with Program(tmp_path / "run", SETTINGS | adapters, fresh=True) as program:
+        assert program.process.wait(PATIENCE_S) == 0, program.errors()
+        assert "transport shm: " in program.errors()
+    found = lines(tmp_path / "run" / "metrics.jsonl")
+    steps = [line for line in found if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(line["rollout/logprob_gap_max_nats"] < 1e-4 and line["train/grad_norm"] > 0 for line in steps)
+    # A and B of 2 layers in float32; 32 in, 64 out of q and v and into o, 48 wide in between.
+    assert {line["weight_sync/bytes"] for line in steps} == {2 * 4 * 4 * (3 * (32 + 64) + 2 * (32 + 48))}
+    probes = [line["weight_sync/probe_mean_nats"] for line in found if "weight_sync/probe_mean_nats" in line]
+    assert len(probes) == 4 and max(probes) < 1e-4
 
 
 def test_a_model_is_evaluated_with_vllm_and_no_trainer(tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ TOLERANCES = {
     (Dtype.FLOAT32, "moe"): Tolerance(together=5e-5, tensor=5e-5, loss=5e-5),
     (Dtype.FLOAT32, "replayed"): Tolerance(together=5e-5, tensor=5e-5, loss=5e-5),
 }
+TOLERANCES |= {
+    (dtype, f"shared{name}"): TOLERANCES[dtype, kind]
+    for dtype in (Dtype.BFLOAT16, Dtype.FLOAT32)
+    for name, kind in (("", "dense"), ("_moe", "moe"))
+}
 SEEN = 1.5
 """A mutation moves all gradients together by this many tolerances at least."""
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,7 +95,9 @@ class Program:
         self._held = folder.parent / f"{folder.name}.held"
         if held:
             assert not fresh, "a fresh process knows nothing of its test"
-            self._held.mkdir(exist_ok=True)
+            # A run in this folder that was killed at a moment would hold this one there.
+            shutil.rmtree(self._held, ignore_errors=True)
+            self._held.mkdir()
             variables[FOLDER] = str(self._held)
         for moment in held:
             (self._held / moment).touch()

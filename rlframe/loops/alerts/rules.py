@@ -123,16 +123,30 @@ class TruncatedConfig(LimitConfig):
 
     limit: Annotated[float, Range(0, 1)] = 0.5
     """Fraction of the sequences."""
+    steps: Steps = 20
+    """Number of steps in a row for which it must be, without becoming less."""
 
 
 class Truncated(Limit[TruncatedConfig]):
-    """Most responses are cut off."""
+    """Most responses are cut off, and it does not become less: a policy may begin so, and learn to end."""
 
     metric = "rollout/truncated_fraction"
     advice = (
         "what is cut off is judged as if it were whole; raise rollout.max_tokens, set algorithm.mask_truncated=true, "
         "or look in samples.jsonl for responses that never end"
     )
+
+    def __init__(self, config: TruncatedConfig):
+        super().__init__(config)
+        self._last: deque[float] = deque(maxlen=config.steps)
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """See Alert."""
+        self._last.append(metrics.get(self.metric, math.nan))
+        found, values, half = super().look(step, metrics), list(self._last), self.config.steps // 2
+        if not found or (half and median(values[-half:]) < median(values[:half])):
+            return None
+        return found
 
 
 @dataclass(kw_only=True, slots=True)

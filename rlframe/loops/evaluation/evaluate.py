@@ -13,7 +13,7 @@ from rlframe.loops.config import HELD_OUT
 from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet, scored_attempts
 from rlframe.loops.reporting.metrics import mean_of, part_means, scored
 from rlframe.loops.sampling.scoring import Scorer
-from rlframe.types.rollout import Group, Rollout, members
+from rlframe.types.rollout import Group, Rollout, attempts_in, members
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.utils.sealed import read_sealed, write_sealed
 from rlframe.weight_sync.channel import WeightSync
@@ -108,10 +108,11 @@ def evaluation_metrics(rollouts: list[Rollout]) -> dict[str, float]:
 
     Where the prompts come from several datasets, `evaluation/..._mean/NAME` are those of each.
     """
-    metrics = {f"evaluation/{name}_mean": value for name, value in part_means(rollouts).items()}
+    attempts = attempts_in(rollouts)
+    metrics = {f"evaluation/{name}_mean": value for name, value in part_means(attempts).items()}
     for source, own in by_source(rollouts).items():
-        metrics |= {f"evaluation/{name}_mean/{source}": value for name, value in part_means(own).items()}
-    metrics["evaluation/reward_mean"] = mean_of(scored(rollouts))
+        metrics |= {f"evaluation/{name}_mean/{source}": value for name, value in part_means(attempts_in(own)).items()}
+    metrics["evaluation/reward_mean"] = mean_of(scored(attempts))
     metrics["evaluation/response_tokens_mean"] = mean_of([each.num_sampled_tokens for each in rollouts])
     return metrics
 

@@ -51,8 +51,9 @@ class Evaluated:
         """
         rewards = [rewards_of(group) for group in self.groups]
         rollouts = members(self.groups)
+        attempts = attempts_in(rollouts)
         means = [mean_of(own) for own in rewards if own]
-        metrics = {f"{name}_mean": value for name, value in part_means(rollouts).items()}
+        metrics = {f"{name}_mean": value for name, value in part_means(attempts).items()}
         metrics |= {"reward_mean": mean_of(means), "reward_error": standard_error(means)}
         if self.set.samples_per_prompt > 1:
             for k in sizes_up_to(self.set.samples_per_prompt):
@@ -61,9 +62,9 @@ class Evaluated:
                     metrics |= named(f"maj_at_{k}", list(self._elected(rewards, self.answers, k)))
         metrics["response_tokens_mean"] = mean_of([each.num_sampled_tokens for each in rollouts])
         metrics["truncated_fraction"] = mean_of([each.finish_reason == "length" for each in rollouts])
-        metrics["reward_failed_fraction"] = mean_of([own[-1].reward_failed for own in attempts_in(rollouts)])
+        metrics["reward_failed_fraction"] = mean_of([own[-1].reward_failed for own in attempts])
         metrics["lost_attempts"] = float(self.num_lost)
-        environment = environment_metrics(rollouts).items()
+        environment = environment_metrics(attempts).items()
         return metrics | {name.removeprefix("environment/"): value for name, value in environment}
 
     def _passed(self, rewards: Sequence[Sequence[float]], k: int) -> Iterator[float]:

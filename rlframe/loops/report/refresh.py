@@ -9,13 +9,13 @@ from rlframe.loops.report.page import REPORT, write_page
 
 EVERY_S = 60.0
 """Least seconds between two pages."""
-SHARE = 0.01
+SHARE = 0.003
 """Greatest share of the time that is spent on pages."""
 
 
 class Refresh:
     """Writes the page after the first step and then at most every minute, more rarely where that would take more than
-    1 % of the time."""
+    0.3 % of the time."""
 
     def __init__(self, folder: Path):
         """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from tqdm import tqdm
 
 from rlframe.loops.alerts.config import AlertsConfig
@@ -215,8 +215,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     With `algorithm.mask_truncated` the `rollout/truncated_fraction` is excluded from the loss.
     """
     rollouts = members(groups)
-    count, attempts = len(rollouts), attempts_in(rollouts)
-    by_group = [scored(group.rollouts) for group in groups]
+    attempts_by_group = [attempts_in(group.rollouts) for group in groups]
+    count, attempts = len(rollouts), list(chain(*attempts_by_group))
+    by_group = [scored(own) for own in attempts_by_group]
     rewards = list(chain(*by_group))
     mean = mean_of(rewards)
     at_tokens = [float(given.sum()) for rollout in rollouts if (given := rollout.rewards_at_tokens) is not None]
@@ -224,7 +225,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {
         "reward/mean": mean,
         "reward/std": mean_of([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
-        **{f"reward/{name}_mean": value for name, value in part_means(rollouts).items()},
+        **{f"reward/{name}_mean": value for name, value in part_means(attempts).items()},
         **({"reward/at_tokens_mean": sum(at_tokens) / len(attempts)} if at_tokens else {}),
         "reward/failed_fraction": sum(sequences[-1].reward_failed for sequences in attempts) / len(attempts),
         **{
@@ -236,15 +237,15 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **response_metrics(rollouts),
         "rollout/truncated_fraction": sum(rollout.finish_reason == "length" for rollout in rollouts) / count,
         "rollout/sampled": float(count),
-        "rollout/tokens": float(sum(rollout.num_tokens for rollout in rollouts)),
-        **environment_metrics(rollouts),
+        "rollout/tokens": float(sum(len(rollout.loss_mask) for rollout in rollouts)),
+        **environment_metrics(attempts),
     }
 
 
 def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Returns the lengths of what was sampled in each sequence, and how much it repeats itself."""
-    _, counts = token_counts(rollouts)
-    sampled = np.concatenate([rollout.loss_mask for rollout in rollouts])
+    lengths, sampled = _masks(rollouts)
+    counts = _counts(lengths, sampled)
     tokens = np.concatenate([rollout.token_ids for rollout in rollouts])[sampled]
     p50, p90, p99 = quantiles(counts, (0.5, 0.9, 0.99))
     repeated = repeated_fraction(tokens, counts)
@@ -260,15 +261,25 @@ def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def token_counts(rollouts: Sequence[Rollout]) -> tuple[Int[np.ndarray, " R"], Int[np.ndarray, " R"]]:
     """Returns [R] the number of tokens of each sequence, and [R] of those that the policy sampled."""
-    lengths = np.array([rollout.num_tokens for rollout in rollouts])
-    sampled = np.concatenate([rollout.loss_mask for rollout in rollouts])
-    return lengths, np.add.reduceat(sampled, np.cumsum(lengths) - lengths, dtype=np.int64)
+    lengths, sampled = _masks(rollouts)
+    return lengths, _counts(lengths, sampled)
 
 
-def environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _masks(rollouts: Sequence[Rollout]) -> tuple[Int[np.ndarray, " R"], Bool[np.ndarray, " T"]]:
+    """Returns [R] the number of tokens of each sequence, and [T] whether the policy sampled each token."""
+    masks = [rollout.loss_mask for rollout in rollouts]
+    return np.fromiter(map(len, masks), np.int64, len(masks)), np.concatenate(masks)
+
+
+def _counts(lengths: Int[np.ndarray, " R"], sampled: Bool[np.ndarray, " T"]) -> Int[np.ndarray, " R"]:
+    """Returns [R] the number of tokens that the policy sampled."""
+    return np.add.reduceat(sampled, np.cumsum(lengths) - lengths, dtype=np.int64)
+
+
+def environment_metrics(attempts: Iterable[Sequence[Rollout]]) -> dict[str, float]:
     """Returns the mean of the turns and of each number that environments gave, over the attempts that have it."""
     values: dict[str, list[float]] = defaultdict(list)
-    for sequences in attempts_in(rollouts):
+    for sequences in attempts:
         if sequences[-1].messages:
             values["turns"].append(float(sum(len(each.turns) for each in sequences)))
         for name, value in sequences[-1].numbers.items():
@@ -276,15 +287,15 @@ def environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {f"environment/{name}_mean": mean_of(own) for name, own in values.items()}
 
 
-def scored(rollouts: Iterable[Rollout]) -> list[float]:
-    """Returns the total rewards of attempts that some reward function scored."""
-    return [reward_of(sequences) for sequences in attempts_in(rollouts) if not math.isnan(sequences[-1].reward)]
+def scored(attempts: Iterable[Sequence[Rollout]]) -> list[float]:
+    """Returns the total rewards of the attempts that some reward function scored."""
+    return [reward_of(sequences) for sequences in attempts if not math.isnan(sequences[-1].reward)]
 
 
-def part_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
+def part_means(attempts: Iterable[Sequence[Rollout]]) -> dict[str, float]:
     """Returns the mean of each part over the attempts that it scored."""
     values: dict[str, list[float]] = defaultdict(list)
-    for sequences in attempts_in(rollouts):
+    for sequences in attempts:
         for name, value in sequences[-1].reward_parts.items():
             values[name].append(value)
     return {name: mean_of(own) for name, own in values.items()}

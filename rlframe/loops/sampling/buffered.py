@@ -19,7 +19,7 @@ from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.reporting.timeline import Timeline
 from rlframe.loops.sampling.base import Sampler
 from rlframe.rollout.base.config import OversampleRest
-from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, by_attempt
+from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, attempts_in, by_attempt
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.sealed import read_sealed, write_sealed
 
@@ -328,7 +328,7 @@ class BufferedSampler(Sampler):
             metrics |= {
                 "rollout/rounds": float(counts.rounds),
                 "rollout/sampled": float(len(counts.sampled)),
-                "reward/sampled_mean": mean_of(scored(counts.sampled)),
+                "reward/sampled_mean": mean_of(scored(attempts_in(counts.sampled))),
                 **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in counts.dropped.items()},
                 "rollout/dropped_left_over_groups": float(counts.left_over),
             }

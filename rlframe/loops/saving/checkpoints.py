@@ -97,12 +97,14 @@ class Checkpoints:
             raise CheckpointError(f"{fault}. Delete {newest}, or move it out of {self.folder}: the run then {then}")
         return newest
 
-    def save(self, state: RunState, stage: Stage, *, auxiliary: Mapping[str, Stage] = NO_MODELS) -> pathlib.Path:
+    def save(
+        self, state: RunState, stage: Stage, *, auxiliary: Mapping[str, Stage] = NO_MODELS, background: bool = False
+    ) -> pathlib.Path:
         """Writes a checkpoint of `state`. `stage` adds the training state, `auxiliary` that of further models, in
         folders of those names. Each is staged, and written unless it is for the background, before the next is staged.
         Checkpoints that are no longer wanted are removed.
 
-        An asynchronous checkpoint is written in a thread after staging; `check` and `finish` raise its errors. A crash
+        One in the background is written in a thread after staging; `check` and `finish` raise its errors. A crash
         at any point leaves the checkpoints that were complete before, and at most one incomplete folder, which `latest`
         ignores and a later save removes.
 
@@ -128,10 +130,12 @@ class Checkpoints:
                 started = time.monotonic()
                 write = model(partial / name)
                 add(metrics, {"time/checkpoint_stage_s": time.monotonic() - started})
-                if self.config.asynchronous:
+                if background:
                     writers.append(write)
                 else:
                     add(metrics, write())
+
+        staged = time.monotonic()
 
         def complete() -> None:
             with discarding(partial), writing(partial):
@@ -142,9 +146,11 @@ class Checkpoints:
                     sync(file)
                 seal(partial, owner, step=state.step, score=state.score)
             self._name(partial, path, owner)
+            if background:
+                metrics["time/checkpoint_background_s"] = time.monotonic() - staged
             self._metrics = metrics
 
-        if self.config.asynchronous:
+        if background:
             self._background = _Background(complete)
         else:
             complete()

@@ -35,17 +35,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlframe.megatron.checkpoint import reading
-from rlframe.megatron.checkpoint.files import Staged, Written, seal
+from rlframe.megatron.checkpoint.files import Written, seal
 from rlframe.megatron.checkpoint.moments import (
     allocate_moments,
     give_back,
     has_moments,
+    owned,
     part_state,
     parts,
     set_step_count,
     step_counts,
 )
 from rlframe.megatron.checkpoint.pieces import SavePieces
+from rlframe.megatron.checkpoint.staging import HostMemory, Staged
 from rlframe.megatron.lora import state as lora_state
 from rlframe.megatron.memory.reference import ReferenceWeights
 from rlframe.megatron.model.heads import NoEntry
@@ -58,6 +60,10 @@ from rlframe.utils.files import write_whole, writing
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Metadata with which Megatron's own training could read these checkpoints."""
+STATE_BYTES = 12
+"""Bytes of a parameter's main weight and moments, at most."""
+REFERENCE_BYTES = 4
+"""Bytes of a parameter of a reference that follows the policy."""
 ROOM_BYTES = 1 << 16
 """Bound in bytes of Megatron's small files."""
 
@@ -67,7 +73,7 @@ def stage(
     optimizer: MegatronOptimizer | None,
     folder: Path,
     *,
-    copy: bool,
+    copy_to: HostMemory | None,
     reference: ReferenceWeights | None = None,
     outliers: Outliers | None = None,
 ) -> Staged:
@@ -77,7 +83,8 @@ def stage(
         optimizer: None saves weights only.
         reference: a reference that follows the policy, and so has changed since the run began.
         outliers: the gradient norms by which steps are skipped.
-        copy: whether to copy the data to host memory, so that training may continue before the files are written.
+        copy_to: where to copy the data, so that training may continue before the files are written. None writes the
+            live data.
 
     Raises:
         WeightsDrifted: copies on several ranks differ.
@@ -99,9 +106,22 @@ def stage(
         state |= reference_by_chunk(model, reference)
     replicas.require_equal(state, step_counts(optimizer) if optimizer is not None else ())
     staged = plan(state, folder)
-    if copy:
-        staged.stage_on_host()
+    if copy_to:
+        staged.stage_on_host(copy_to)
     return staged
+
+
+def state_bytes(model: Model, optimizer: MegatronOptimizer, *, follows: bool) -> int:
+    """Returns a bound of the bytes that this rank has to write, also before the first step.
+
+    Args:
+        follows: whether a reference follows the policy.
+    """
+    weights = [parameter for parameter in model.parameters.values() if parameter.requires_grad or not model.lora]
+    found = sum(parameter.nbytes for parameter in weights)
+    for part in parts(optimizer):
+        found += sum(STATE_BYTES * (place.stop - place.start) for _, place, _ in owned(part))
+    return found + follows * sum(REFERENCE_BYTES * parameter.numel() for parameter in weights)
 
 
 def complete(staged: Staged, written: list[Written]) -> None:

@@ -137,6 +137,27 @@ class CommunicationConfig:
             )
 
 
+class ContextCommunication(StrEnum):
+    """Ways in which the ranks that share a sequence exchange what attention needs: Megatron's `cp_comm_type`."""
+
+    P2P = "p2p"
+    """Keys and values travel round a ring of ranks while attention is computed (ring attention). On a CPU they are
+    gathered, with the same results."""
+    A2A = "a2a"
+    """Each rank gets all tokens of its part of the heads, and gives the outputs back (DeepSpeed Ulysses). Needs tp * cp
+    to divide the heads of queries and of keys. The only one for sliding windows and sinks."""
+    ALL_GATHER = "all_gather"
+    """Each rank gets all keys and values before it computes."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ContextParallelConfig:
+    """Settings of context parallelism, whose number of ranks is `cp` of `parallel` (`c2`)."""
+
+    communication: ContextCommunication = ContextCommunication.P2P
+    """Way in which the ranks that share a sequence exchange keys and values. Gated delta nets always exchange heads."""
+
+
 class Dispatcher(StrEnum):
     """Ways in which tokens reach the ranks of their experts."""
 

@@ -6,15 +6,18 @@ from enum import StrEnum
 from typing import Annotated
 
 from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.mtp import MtpConfig
 from rlframe.megatron.config.optimizer import OptimizerConfig, OptimizerName
 from rlframe.megatron.config.options import (
     CommunicationConfig,
+    ContextParallelConfig,
     Fp8Config,
     Fp8Recipe,
     KernelConfig,
     MoeConfig,
     Recompute,
     RecomputeConfig,
+    RecomputeMethod,
 )
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
@@ -46,10 +49,20 @@ class TrainConfig:
     """Number of optimizer steps per rollout batch: the batch is divided into this many equal parts of whole groups."""
     epochs_per_batch: Annotated[int, Range(1, 1000), FormerName("epochs")] = 1
     """Number of passes over each rollout batch."""
+    share_prompts: bool = False
+    """Whether first tokens that the rollouts of a group, or both responses of a pair, have in common are computed once:
+    forward, backward, and in the logprobs of the policy, the reference, the critic and a teacher. The gradients are the
+    same but for rounding. They also count once in max_tokens_per_microbatch."""
     recompute: Recompute = Recompute.NONE
     """Activations that the backward pass recomputes instead of keeping them."""
     recompute_options: RecomputeConfig = field(default_factory=RecomputeConfig)
     """Details of recompute."""
+    offload_activations: bool = False
+    """Whether the inputs of the recomputed layers wait in pinned host memory for the backward pass (CUDA). Needs
+    recompute=full."""
+    logits_chunk_tokens: Annotated[int, Range(1, 1 << 27)] | None = None
+    """Tokens of a rank whose logits exist at once, forward and backward; logits are computed twice. null computes those
+    of a micro-batch at once, which takes 2 * vocabulary / tp bytes a token in bfloat16."""
     deterministic: bool = False
     """Whether two runs on the same layout give the same bits. Slower on CUDA."""
     offload_optimizer: bool = False
@@ -59,10 +72,14 @@ class TrainConfig:
     """For CUDA: operations that run as one kernel."""
     fp8: Fp8Config = field(default_factory=Fp8Config)
     """For CUDA: matrix products in 8-bit floats."""
+    context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
+    """Context parallelism: ranks that share the tokens of each sequence."""
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     """Communication of gradients and parameters between data-parallel ranks."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Mixture-of-experts layers."""
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    """The head for multi-token prediction."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer and its learning rate."""
     lora: LoraConfig | None = None
@@ -113,6 +130,13 @@ class TrainConfig:
                 got="muon",
                 why="Muon orthogonalises the update of a weight, of which A and B are factors",
             )
+        if self.lora is not None and self.mtp.trains:
+            raise SettingError(
+                "mtp.mode",
+                "must be drop or keep with lora",
+                got="train",
+                why="PEFT's files have no place for the head, so that adapters could not be served with it",
+            )
 
     def _check_communication(self) -> None:
         parallel = Parallel.parse(self.parallel)
@@ -146,6 +170,14 @@ class TrainConfig:
                 f"has no effect with recompute={self.recompute}",
                 got=options.modules,
                 hint="set recompute=selective or remove it",
+            )
+        whole = self.recompute is Recompute.FULL and options.method is RecomputeMethod.UNIFORM
+        if self.offload_activations and not whole:
+            raise SettingError(
+                "offload_activations",
+                "needs recompute=full with recompute_options.method=uniform",
+                got=f"recompute={self.recompute}, method={options.method}",
+                why="the other activations are so many that the host link takes longer than computing them again",
             )
         if self.recompute is Recompute.SELECTIVE and not options.modules:
             raise SettingError(

@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from rlframe.megatron.cpu.attention_masks import masked_attention
-from rlframe.megatron.packed.context_parallel import gather_tokens, positions_of_rank
+from rlframe.megatron.packed.context_parallel import gather_tokens, heads_to_tokens, positions_of_rank, tokens_to_heads
 
 
 class RmsNorm(torch.nn.Module):
@@ -137,7 +137,7 @@ class Grid(NamedTuple):
     is_query: Tensor
     """[S, Q] False where the grid is padded."""
     key_rows: Tensor
-    """[S, K] row of each key in the whole pack."""
+    """[S, K] row of each key among all keys: the whole pack's."""
     visible: Tensor | None
     """[S, 1, Q, K] True where the query may attend to the key. None for plain causal attention, where Q is K."""
 
@@ -148,7 +148,15 @@ class PackedRows:
     Right padding needs no mask under causal attention, because a real query never attends to its right.
     """
 
-    def __init__(self, cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0):
+    def __init__(self, cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0, key_bounds: Tensor | None = None):
+        """
+        Args:
+            key_bounds: [R + 1] bounds of the sequences' keys, if they have more keys than queries, which then stand for
+                the last ones.
+        """
+        if key_bounds is not None:
+            self.grids = grids_with_more_keys(cu_seqlens, key_bounds)
+            return
         starts, lengths = cu_seqlens[:-1].tolist(), (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
         positions = positions_of_rank(cu_seqlens, cp_size, cp_rank)
         self.grids: list[Grid] = []
@@ -167,12 +175,40 @@ class PackedRows:
             self.grids.append(Grid(query_rows, is_query, key_rows, visible))
 
 
-def layout_of(packing: PackedSeqParams) -> PackedRows:
-    """Returns the grids of a micro-batch, made once for all layers."""
+def layout_of(packing: PackedSeqParams, *, whole: bool = False) -> PackedRows:
+    """Returns the grids of a micro-batch, made once for all layers.
+
+    Args:
+        whole: whether this rank computes whole sequences, though others share the tokens.
+    """
     if not hasattr(packing, "layout"):
         context = parallel_state.get_context_parallel_group()
-        packing.layout = PackedRows(packing.cu_seqlens_q, context.size(), context.rank())
+        split = (1, 0) if whole else (context.size(), context.rank())
+        more_keys = None if packing.cu_seqlens_kv is packing.cu_seqlens_q else packing.cu_seqlens_kv
+        packing.layout = PackedRows(packing.cu_seqlens_q, *split, more_keys)
     return packing.layout
+
+
+def grids_with_more_keys(query_bounds: Tensor, key_bounds: Tensor) -> list[Grid]:
+    """Returns grids of sequences of which some have more keys than queries. Those with as many of both are in grids of
+    their own, without a mask."""
+    starts, key_starts = query_bounds[:-1].tolist(), key_bounds[:-1].tolist()
+    lengths, key_lengths = query_bounds.diff().tolist(), key_bounds.diff().tolist()
+    buckets: dict[tuple[int, int, bool], list[int]] = {}
+    for index, (length, keys) in enumerate(zip(lengths, key_lengths, strict=True)):
+        buckets.setdefault((length.bit_length(), keys.bit_length(), length == keys), []).append(index)
+    grids = []
+    for (_, _, alike), bucket in sorted(buckets.items()):
+        device = query_bounds.device
+        query_rows, is_query = padded_rows([starts[i] for i in bucket], [lengths[i] for i in bucket], device)
+        key_rows, _ = padded_rows([key_starts[i] for i in bucket], [key_lengths[i] for i in bucket], device)
+        visible = None
+        if not alike:
+            before = torch.tensor([key_lengths[i] - lengths[i] for i in bucket], device=device)
+            last = before[:, None] + torch.arange(query_rows.shape[1], device=device)
+            visible = torch.arange(key_rows.shape[1], device=device) <= last[:, None, :, None]
+        grids.append(Grid(query_rows, is_query, key_rows, visible))
+    return grids
 
 
 def padded_rows(starts: list[int], lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -186,7 +222,8 @@ def padded_rows(starts: list[int], lengths: list[int], device: torch.device) -> 
 class PackedAttention(torch.nn.Module):
     """Causal attention over packed sequences with `scaled_dot_product_attention`; follows PackedSeqParams (THD).
 
-    With context parallelism each rank has some of the queries and gathers all keys and values.
+    With context parallelism each rank has some of the queries and gathers all keys and values; or with `a2a`, gets all
+    tokens of some of the heads.
     """
 
     def __init__(
@@ -196,11 +233,13 @@ class PackedAttention(torch.nn.Module):
         attn_mask_type: Any,
         *_: Any,
         softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
         **__: Any,
     ):
         super().__init__()
         self.layer_number = layer_number
         self.cp_group = parallel_state.get_context_parallel_group()
+        self.by_heads = cp_comm_type == "a2a" and self.cp_group.size() > 1
         self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
@@ -222,10 +261,18 @@ class PackedAttention(torch.nn.Module):
         """Returns [T, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None and attention_bias is None
         bounds = packed_seq_params.cu_seqlens_q
+        if self.by_heads:
+            parts = (tokens_to_heads(tensor, bounds, self.cp_group) for tensor in (query, key, value))
+            return heads_to_tokens(self.attended(*parts, packed_seq_params), bounds, self.cp_group).flatten(1)
         key, value = (gather_tokens(tensor, bounds, self.cp_group, alike=False) for tensor in (key, value))
+        return self.attended(query, key, value, packed_seq_params).flatten(1)
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams) -> Tensor:
+        """Returns [queries, heads, value_dim] of the queries and heads of this rank, which has all keys of the
+        heads."""
         output = query.new_zeros(*query.shape[:-1], value.shape[-1])
-        grids = layout_of(packed_seq_params).grids
-        chosen = getattr(packed_seq_params, "chosen", {}).get(self.layer_number) or [grid.visible for grid in grids]
+        grids = layout_of(packing, whole=self.by_heads).grids
+        chosen = getattr(packing, "chosen", {}).get(self.layer_number) or [grid.visible for grid in grids]
         for (query_rows, is_query, key_rows, _), visible in zip(grids, chosen, strict=True):
             grid_query, grid_key, grid_value = (
                 tensor[rows].transpose(1, 2)
@@ -233,7 +280,7 @@ class PackedAttention(torch.nn.Module):
             )  # [sequence, heads, position, head_dim]
             grid = self.attend(grid_query, grid_key, grid_value, visible)
             output = output.index_put((query_rows[is_query],), grid.transpose(1, 2)[is_query])
-        return output.flatten(1)
+        return output
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
         """Returns [sequence, heads, position, value_dim] of one grid. If `visible` is None, each query attends to
@@ -248,10 +295,13 @@ class PackedAttention(torch.nn.Module):
                 scale=self.softmax_scale,
                 enable_gqa=True,
             )
-        assert visible is None, "config.check refuses windows and sinks with context parallelism"
-        return masked_attention(
-            query, key, value, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset
+        assert visible is None, (
+            "checks refuse windows and sinks with shared prompts, and with context parallelism but by heads"
         )
+        sinks = self.softmax_offset
+        if sinks is not None and self.by_heads:
+            sinks = sinks.chunk(self.cp_group.size())[self.cp_group.rank()]
+        return masked_attention(query, key, value, scale=self.softmax_scale, window=self.window, sinks=sinks)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -135,6 +135,7 @@ class NullStream:
 
 def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Returns `factory` with `device="cuda"` replaced by cpu: schedules, clip_grads and optimizer pass it literally.
+    Memory is not pinned, as yarn's positions with context parallelism ask for.
 
     Wrapping these two factories costs a microsecond on each; a TorchFunctionMode would cost it on every operation.
     """
@@ -143,6 +144,7 @@ def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return wrapper

@@ -68,6 +68,7 @@ class ForwardOnlyGroup(RankGroup[ForwardOnlyRank]):
         self.setup = setup
         self.parallel = Parallel.parse(setup.train.parallel)
         self.sequence_tokens = setup.train.sequence_tokens
+        self.share_prompts = setup.train.share_prompts
         self.start_timeout_s = start_timeout_s
         self.workers = WorkerGroup(
             ForwardOnlyWorker,

@@ -17,6 +17,7 @@ from rlframe.cluster.worker_group import WorkerGroup, shared
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.driver.rank_group import TeacherRanks
 from rlframe.megatron.messages.chunks import Pieces, chunks
+from rlframe.megatron.messages.host_room import HostRoom
 from rlframe.megatron.messages.microbatch import Share, join, optimizer_steps, split
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.ranks import TrainerRank
@@ -53,6 +54,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         self.algorithm = algorithm
         self.parallel = Parallel.parse(setup.train.parallel)
         self.sequence_tokens = setup.train.sequence_tokens
+        self.share_prompts = setup.train.share_prompts
         self.num_optimizer_steps = 0
         """Number of optimizer steps taken so far in the run."""
         self.start_timeout_s = start_timeout_s
@@ -166,7 +168,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         # The first epoch has every sequence once.
         first = zip(minibatches[: train.num_minibatches], plans, reported, strict=False)
         return TrainResult(
-            metrics=average(merged),
+            metrics=average(merged) | (shared_fraction(steps) if self.share_prompts else {}),
             num_optimizer_steps=len(steps),
             kept_logprobs=torch.cat([kept_logprobs(*each) for each in first]) if is_kept(batch) else None,
         )
@@ -191,26 +193,38 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
             minibatch if self.replays else replace(minibatch, routes=None),
             weights,
             num_ranks=self.parallel.dp,
-            max_tokens=self.setup.train.sequence_tokens,
+            max_tokens=self.sequence_tokens,
+            share_prompts=self.share_prompts,
         )
 
-    def save(self, folder: pathlib.Path, *, copy: bool, verify: bool) -> Callable[[], dict[str, float]]:
+    def host_room(self) -> list[tuple[str, HostRoom]]:
+        """Returns what a copy of the training state needs in host memory, and what is there, with the node of each
+        rank."""
+        found = self.workers.wait(self.workers.ask_all(TrainerRank.host_room), doing="look at the hosts' memory")
+        return [(info.node_id, room) for info, room in zip(self.workers.infos, found, strict=True)]
+
+    def reserve_copy(self) -> None:
+        """Has every rank make room for a copy of its training state in host memory, and does not wait for it. What
+        fails here fails again, and is told, at the first checkpoint."""
+        self.workers.ask_all(TrainerRank.reserve_copy)
+
+    def save(self, folder: pathlib.Path, *, copy: bool, read_back: float) -> Callable[[], dict[str, float]]:
         """Prepares to write weights and optimizer into `folder`, which all nodes must share. The returned function
         writes them.
 
         Args:
             copy: whether to copy them first, so that the returned function may run in another thread during training.
-            verify: whether to read everything back and compare checksums.
+            read_back: fraction of every file to read back and compare.
 
         Returns:
             A function that writes the files and returns the seconds it took, as metrics.
         """
         calls = self.workers.ask_all(TrainerRank.stage, str(folder), copy)
         self.workers.wait(calls, doing="checkpoint")
-        return partial(self._write, verify=verify)
+        return partial(self._write, read_back=read_back)
 
-    def _write(self, *, verify: bool) -> dict[str, float]:
-        calls = self.workers.ask_all(TrainerRank.write, verify)
+    def _write(self, *, read_back: float) -> dict[str, float]:
+        calls = self.workers.ask_all(TrainerRank.write, read_back)
         written = self.workers.wait(calls, doing="writing of the checkpoint")
         calls = self.workers.ask_all(TrainerRank.complete, written)
         self.workers.wait(calls, doing="end of the checkpoint")
@@ -284,10 +298,10 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         asked = [self.workers.ask(rank, TrainerRank.weights, call, channel) for rank, call in enumerate(calls)]
         return self.workers.wait(asked, doing=f"weight sync ({calls[0]})")
 
-    def warm_up_sync(self) -> None:
-        """Has every rank compile what its first weight sync needs, and does not wait for it. What fails here fails
-        again, and is told, when the sync connects."""
-        self.workers.ask_all(TrainerRank.weights, RankCall.of(SourceRank.warm_up), "")
+    def warm_up_sync(self, channel: str = "") -> None:
+        """Has every rank compile what the first weight sync of that name needs, and does not wait for it. What fails
+        here fails again, and is told, when the sync connects."""
+        self.workers.ask_all(TrainerRank.weights, RankCall.of(SourceRank.warm_up), channel)
 
     def channel(self, name: str) -> SourceGroup:
         """Returns the source of a further weight sync, which connects to other engines by another plan."""
@@ -331,6 +345,13 @@ class CriticGroup(ModelGroup):
         metrics = {f"critic/{names[key]}": value for key, value in result.metrics.items()}
         metrics["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
         return replace(result, metrics=metrics)
+
+
+def shared_fraction(steps: Sequence[list[Share]]) -> dict[str, float]:
+    """Returns `train/shared_prompt_fraction` of the shares of all optimizer steps."""
+    batches = [share.batch for shares in steps for share in shares]
+    spared = sum(int(batch.shared.sum()) for batch in batches if batch.shared is not None)
+    return {"train/shared_prompt_fraction": spared / max(1, sum(batch.num_tokens for batch in batches))}
 
 
 def is_kept(batch: Sequences) -> bool:

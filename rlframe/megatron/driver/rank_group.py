@@ -30,6 +30,8 @@ class RankGroup(ABC, Generic[W]):
     parallel: Parallel
     sequence_tokens: int
     """Token budget of one packed forward pass."""
+    share_prompts: bool
+    """Whether first tokens that sequences of a family have in common are computed once."""
     dp_rank: list[int]
     """Data-parallel index of each rank."""
     reporters: list[int]
@@ -85,6 +87,7 @@ class RankGroup(ABC, Generic[W]):
             torch.zeros(batch.num_tokens),
             num_ranks=self.parallel.dp,
             max_tokens=self.sequence_tokens,
+            share_prompts=self.share_prompts,
         )
         shares = [shared(share) for share in cut]
         calls = [

@@ -39,6 +39,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rlframe.megatron.config.lora import LoraConfig, in_experts
+from rlframe.megatron.config.mtp import in_head
 from rlframe.models.adapters import key
 from rlframe.weight_sync.layout.boxes import Box
 from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
@@ -207,7 +208,8 @@ def attach(
     lora = Lora(config=config, adapters={}, saved={}, layout=MemoryLayout({}, {}, {}))
     for name, parameter in named.items():
         parameter.requires_grad_(False)
-        tensors = by_parameter.get(name, {})
+        # The head for multi-token prediction stays as loaded: engines add adapters to the model's own layers only.
+        tensors = {} if in_head(name) else by_parameter.get(name, {})
         if tensors and all(config.saves(tensor, name) for tensor in tensors):
             parameter.requires_grad_(True)
             _save_whole(lora, name, parameter, tensors, layout)
@@ -275,6 +277,23 @@ def _hook(lora: Lora, module: GPTModel, adapters: Mapping[int, Adapter]) -> None
         # Nothing before the first adapter is trained. Code that recomputes a layer's activations, or sends them to the
         # next stage, depends on whether its input requires a gradient.
         module.embedding.register_forward_hook(_want_gradient)
+    if module.post_process:
+        module.output_layer.register_forward_hook(_multiply_once)
+
+
+def _multiply_once(_: Any, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Makes the output layer's backward pass one product of [T, V] and [V, H].
+
+    The gradient of logits [T, 1, V] comes with the strides of a transposed [1, T, V]. By these `torch.matmul` of
+    Megatron's `LinearWithFrozenWeight` does not see that it is a matrix, and reads the whole weight for each token: 4.5
+    s for 16,384 tokens of Qwen3-8B on an H200. A weight that is trained does not meet this: `should_fold` of
+    aten/src/ATen/native/LinearAlgebra.cpp. If the test of adapters finds no "aten::bmm" without this hook, it is over.
+    """
+    logits, bias = output
+    if logits.requires_grad:
+        logits = logits.view_as(logits)
+        logits.register_hook(lambda gradient: gradient.squeeze(1).unsqueeze(1))
+    return logits, bias
 
 
 def _want_gradient(_: Any, __: Any, output: Tensor) -> Tensor:

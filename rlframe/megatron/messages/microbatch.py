@@ -1,6 +1,6 @@
 """The driver's message to a rank: sequences with their token weights, which the rank cuts. Imports no megatron."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.ops.packing import split_into_microbatches
+from rlframe.ops.packing import distribute, split_into_microbatches
+from rlframe.ops.prefixes import share_prefixes
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.sent import Sent, received, sent
 
@@ -73,12 +74,22 @@ def optimizer_steps(batch: Sequences, *, num_minibatches: int, epochs_per_batch:
 
 
 def split(
-    batch: Sequences, weights: Float[Tensor, " T"], *, num_ranks: int, max_tokens: int
+    batch: Sequences, weights: Float[Tensor, " T"], *, num_ranks: int, max_tokens: int, share_prompts: bool = False
 ) -> tuple[list[Share], list[list[list[int]]]]:
-    """Returns the share of each data-parallel rank, and the sequence indices of its micro-batches. Units stay whole."""
-    plan = split_into_microbatches(
-        batch.lengths.tolist(), num_ranks=num_ranks, max_tokens=max_tokens, units=batch.units().tolist()
-    )
+    """Returns the share of each data-parallel rank, and the sequence indices of its micro-batches. Units stay whole.
+
+    Args:
+        share_prompts: whether first tokens that the sequences of a family have in common are computed, and count in
+            `max_tokens`, once.
+    """
+    lengths = batch.lengths.tolist()
+    limits = {"num_ranks": num_ranks, "max_tokens": max_tokens}
+    if share_prompts:
+        sharing = share_prefixes(batch, **limits)
+        plan = distribute(sharing.bundles, sharing.sizes(lengths), **limits)
+        batch = replace(batch, shared=torch.tensor(sharing.shared, dtype=torch.int64))
+    else:
+        plan = split_into_microbatches(lengths, units=batch.units().tolist(), **limits)
     pieces = weights.split(batch.lengths.tolist())
 
     def share(microbatches: list[list[int]]) -> Share:

@@ -9,6 +9,7 @@ from torch import Tensor
 from rlframe.algorithms.base import Algorithm
 from rlframe.megatron.config.parallel import Coordinates
 from rlframe.megatron.messages.chunks import Pieces
+from rlframe.megatron.messages.host_room import HostRoom
 from rlframe.megatron.messages.microbatch import Share
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
@@ -62,9 +63,9 @@ class WriteReport(Protocol):
     """A rank's report of the file of the training state that it has written."""
 
     write_s: float
-    """Seconds until the file was on the disk."""
+    """Seconds until the file was on the disk. Most of what is read back has been by then."""
     verify_s: float
-    """Seconds of reading it back. 0 if that was not requested."""
+    """Further seconds until the rest was read back. 0 if that was not requested."""
 
 
 class TrainerRank(ScoringRank, Protocol):
@@ -122,8 +123,17 @@ class TrainerRank(ScoringRank, Protocol):
         """Plans the files of the training state; `write` and `complete` do the rest."""
         ...
 
-    def write(self, verify: bool) -> WriteReport:
-        """Writes this rank's file of the staged state. It may run during training if the state was copied."""
+    def host_room(self) -> HostRoom:
+        """Returns what a copy of the state needs in host memory, and what this host has."""
+        ...
+
+    def reserve_copy(self) -> None:
+        """Makes room for a copy of the state in host memory, so that no step waits for it. May run during training."""
+        ...
+
+    def write(self, read_back: float) -> WriteReport:
+        """Writes this rank's file of the staged state, and reads part of it back. It may run during training if the
+        state was copied."""
         ...
 
     def complete(self, written: Sequence[Any]) -> None:

@@ -42,3 +42,6 @@ class TrainerSetup(RankSetup):
     """Whether the model computes in float32, whatever the number format of its parameters. See `Model.float32`."""
     teacher: ModelConfig | None = None
     """The teacher, if these ranks hold it."""
+    merges: bool = True
+    """Whether engines get the weights with merged adapters. Otherwise they get the adapters, and only exports are
+    merged."""

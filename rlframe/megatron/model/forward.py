@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,12 @@ from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.watch.marks import mark
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.model.model import Model
+from rlframe.megatron.model.mtp_loss import MtpLoss
 from rlframe.megatron.model.training_fields import token_multiple
 from rlframe.megatron.packed.context_parallel import gather_tokens
 from rlframe.megatron.packed.inputs import PackedInputs
 from rlframe.megatron.vocab import top_k
+from rlframe.megatron.vocab.chunked_head import ChunkedHead
 from rlframe.megatron.vocab.divergence import divergence as whole_divergence
 from rlframe.megatron.vocab.divergence import renyi_entropies
 from rlframe.megatron.vocab.vocab_parallel import logprobs_and_entropy
@@ -48,11 +50,13 @@ def policy_output(
     vocab_size: int,
     reuse_logits: bool = True,
     renyi_entropy: bool = False,
+    head: ChunkedHead | None = None,
 ) -> PolicyOutput:
     """Returns logprob and entropy of each token of the micro-batch, from this rank's logits [1, T_padded / cp,
     V_local].
 
     Args:
+        head: computes them from the states that the model returned in place of logits, see `ChunkedHead`.
         reuse_logits: whether backward writes the gradient over the logits, which must not be read by another loss.
         renyi_entropy: whether to compute it too.
     """
@@ -64,16 +68,14 @@ def policy_output(
             batch,
             inputs,
         )
-    logprobs, entropy = logprobs_and_entropy(
-        # Not logits[0], whose backward would copy the gradient into a tensor of zeros.
-        logits.squeeze(0),
-        inputs.following(batch.token_ids),
-        temperature=temperature,
-        vocab_size=vocab_size,
-        group=group,
-        # Nothing reads them after the loss, and at 16k tokens of a 152k vocabulary they take 5 GB.
-        reuse_logits=reuse_logits,
-    )
+    following = inputs.following(batch.token_ids)
+    settings = {"temperature": temperature, "vocab_size": vocab_size, "group": group}
+    if head:
+        logprobs, entropy = head.logprobs_and_entropy(logits, following, **settings)
+    else:
+        # Not logits[0], whose backward would copy the gradient into a tensor of zeros. Nothing reads them after the
+        # loss, and at 16k tokens of a 152k vocabulary they take 5 GB.
+        logprobs, entropy = logprobs_and_entropy(logits.squeeze(0), following, reuse_logits=reuse_logits, **settings)
     return PolicyOutput(
         logprobs=aligned(logprobs, batch, inputs),
         entropy=aligned(entropy, batch, inputs),
@@ -152,8 +154,10 @@ def output_reader(
         teacher: the frozen model of `Output.DIVERGENCE`, if batches do not carry its outputs.
     """
     settings = {"temperature": temperature, "vocab_size": model.architecture.vocab_size}
-    if algorithm.output in (Output.TOKENS, Output.TOKENS_WITH_RENYI_ENTROPY):
-        return partial(policy_output, renyi_entropy=algorithm.output is not Output.TOKENS, **settings)
+    if algorithm.output is Output.TOKENS:
+        return partial(policy_output, head=model.head, **settings)
+    if algorithm.output is Output.TOKENS_WITH_RENYI_ENTROPY:
+        return partial(policy_output, renyi_entropy=True, **settings)
     if algorithm.output is Output.DIVERGENCE:
         return partial(divergence_output, divergence=algorithm.divergence, teacher=teacher, **settings)
     if algorithm.output is Output.VALUES:
@@ -163,15 +167,17 @@ def output_reader(
 
 def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
     """Returns [T] nats on the CPU for each micro-batch. Empty on ranks that are not in the last pipeline stage."""
-    read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
-    return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs)
+    read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size, head=model.head)
+    with deferred_head(model):
+        return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs)
 
 
 def compute_entropies(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
     """Returns [T] nats on the CPU for each micro-batch: the entropy of the distribution each token was drawn from.
     Empty on ranks that are not in the last pipeline stage."""
-    read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size)
-    return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).entropy)
+    read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size, head=model.head)
+    with deferred_head(model):
+        return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).entropy)
 
 
 def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
@@ -228,18 +234,33 @@ def accumulate_gradients(
         teacher: see `output_reader`.
     """
     read = output_reader(model, algorithm, temperature=temperature, teacher=teacher)
+    mtp_loss = mtp_loss_of(model, microbatches)
 
-    def loss(microbatch: Microbatch, inputs: PackedInputs, output: Tensor) -> tuple[Tensor, Tensor, PassResult]:
-        outputs = read(output, microbatch.batch, inputs)
+    def loss(microbatch: Microbatch, inputs: PackedInputs, output: Any) -> tuple[Tensor, Tensor, PassResult]:
+        logits, mtp_logits = output if mtp_loss else (output, None)
+        outputs = read(logits, microbatch.batch, inputs)
         result = algorithm.loss(outputs, microbatch.batch, microbatch.weights)
-        done = PassResult(metrics=result.metrics, kept_logprobs=kept_logprobs(outputs, microbatch.batch))
+        total, metrics = result.loss, result.metrics
+        if mtp_loss and mtp_logits is not None:
+            added, found = mtp_loss(mtp_logits, microbatch.batch, inputs, vocab_size=model.architecture.vocab_size)
+            total, metrics = total + added, metrics | found
+        done = PassResult(metrics=metrics, kept_logprobs=kept_logprobs(outputs, microbatch.batch))
         # Megatron requires a token count; `finalize_gradients` never divides by it.
-        return result.loss, torch.ones((), dtype=torch.int, device=output.device), done
+        return total, torch.ones((), dtype=torch.int, device=logits.device), done
 
     set_training(model, True)
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
-    return run(model, microbatches, loss, forward_only=False)
+    with deferred_head(model, when=algorithm.output is Output.TOKENS):
+        return run(model, microbatches, loss, forward_only=False, with_mtp=mtp_loss is not None)
+
+
+def mtp_loss_of(model: Model, microbatches: list[Microbatch]) -> MtpLoss | None:
+    """Returns the loss of the head for multi-token prediction in an optimizer step, or None if it is not trained."""
+    if model.mtp is None:
+        return None
+    device = next(iter(model.parameters.values())).device
+    return MtpLoss.of(microbatches, factor=model.mtp.loss_scaling_factor, device=device)
 
 
 def kept_logprobs(outputs: Any, batch: Sequences) -> Float[Tensor, " T_kept"]:
@@ -269,8 +290,13 @@ def measure(
         return result.metrics
 
     set_training(model, False)
-    with torch.no_grad():
+    with torch.no_grad(), deferred_head(model, when=algorithm.output is Output.TOKENS):
         return run(model, microbatches, collect, forward_only=True)
+
+
+def deferred_head(model: Model, *, when: bool = True) -> AbstractContextManager[None]:
+    """Returns the context in which `model.head`, if there is one, computes the logits by chunks."""
+    return model.head.deferred() if model.head and when else nullcontext()
 
 
 def set_training(model: Model, training: bool) -> None:
@@ -279,11 +305,15 @@ def set_training(model: Model, training: bool) -> None:
         chunk.train(training)
 
 
-def module_output(module: Any, inputs: PackedInputs, *, float32: bool = False) -> Tensor:
+def module_output(
+    module: Any, inputs: PackedInputs, *, float32: bool = False, next_tokens: Tensor | None = None
+) -> Any:
     """Returns the output of a chunk of the model. That of the last one is logits [1, T_padded / cp, V_local].
 
     Args:
         float32: see `Model.float32`.
+        next_tokens: [1, T_padded / cp] the token after each. The last chunk then returns a pair, with the logits of the
+            head for multi-token prediction.
     """
     arguments = {
         "input_ids": inputs.token_ids,
@@ -291,15 +321,28 @@ def module_output(module: Any, inputs: PackedInputs, *, float32: bool = False) -
         "attention_mask": None,
         "packed_seq_params": inputs.packing,
     }
+    if next_tokens is not None:
+        arguments["labels"] = next_tokens
     if not float32:
         return module(**arguments)
     copies = {name: parameter.float() for name, parameter in module.named_parameters()}
     return functional_call(module, copies, kwargs=arguments)
 
 
-def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., Any], *, forward_only: bool) -> list:
+def run(
+    model: Model,
+    microbatches: list[Microbatch],
+    on_output: Callable[..., Any],
+    *,
+    forward_only: bool,
+    with_mtp: bool = False,
+) -> list:
     """Runs every micro-batch through the schedule. Returns the results of `on_output(microbatch, inputs, logits)`, last
-    stage only."""
+    stage only.
+
+    Args:
+        with_mtp: whether the head for multi-token prediction runs too; see `module_output`.
+    """
     multiple = model.config.tensor_model_parallel_size * token_multiple(model.config)
     context = parallel_state.get_context_parallel_group()
     device = next(iter(model.parameters.values())).device
@@ -316,7 +359,9 @@ def run(model: Model, microbatches: list[Microbatch], on_output: Callable[..., A
         microbatch = next(iterator).to(device)
         inputs = PackedInputs.of(microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank())
         with model.replay.of(microbatch.batch, inputs) if model.replay else nullcontext():
-            output = module_output(module, inputs, float32=model.float32)
+            batch = microbatch.batch
+            following = inputs.ahead(batch.token_ids, batch.lengths, 1)[None] if with_mtp else None
+            output = module_output(module, inputs, float32=model.float32, next_tokens=following)
         return output, partial(on_output, microbatch, inputs)
 
     if model.replay:

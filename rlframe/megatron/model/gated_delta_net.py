@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
-from rlframe.megatron.packed.context_parallel import rows_of_rank
+from rlframe.megatron.packed.context_parallel import heads_to_tokens, tokens_to_heads
 from rlframe.megatron.packed.gated_delta_rule import convolve, gated_delta_rule
 from rlframe.models.families.base import GatedDeltaNetDimensions
 
@@ -105,16 +104,10 @@ class GatedDeltaNet(MegatronModule):
         """Returns [T / cp, key heads, values of a key head] from the inputs of all key heads of this rank."""
         if self.cp_group.size() == 1:
             return self.whole_sequences(inputs, bounds, slice(None))
-        size, rank = self.cp_group.size(), self.cp_group.rank()
-        rows = torch.cat([rows_of_rank(bounds, size, other) for other in range(size)])
-        share = self.num_keys // size
-        sent = inputs.unflatten(1, (size, share)).transpose(0, 1).contiguous()
-        # Of each rank its tokens, in the order of ranks; then in the order of the pack.
-        own = all_to_all(self.cp_group, sent).flatten(0, 1)[torch.argsort(rows)]
-        output = self.whole_sequences(own, bounds, slice(rank * share, (rank + 1) * share))
-        return (
-            all_to_all(self.cp_group, output[rows].unflatten(0, (size, -1)).contiguous()).transpose(0, 1).flatten(1, 2)
-        )
+        first, share = self.cp_group.rank(), self.num_keys // self.cp_group.size()
+        own = tokens_to_heads(inputs, bounds, self.cp_group)
+        output = self.whole_sequences(own, bounds, slice(first * share, (first + 1) * share))
+        return heads_to_tokens(output, bounds, self.cp_group)
 
     def whole_sequences(self, inputs: Tensor, bounds: Tensor, keys: slice) -> Tensor:
         """Returns [T, key heads, values of a key head] of whole sequences.

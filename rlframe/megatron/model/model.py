@@ -15,17 +15,22 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from rlframe.megatron.config.mtp import MtpConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.lora import adapters as lora
+from rlframe.megatron.memory.activations import offload_layer_inputs
 from rlframe.megatron.model.architecture_fields import model_arguments
 from rlframe.megatron.model.heads import replace_output_layer
 from rlframe.megatron.model.latent import set_latent_epsilon
 from rlframe.megatron.model.layer_parts import scale_embeddings
+from rlframe.megatron.model.mtp import ModelWithMtp, MtpHead, unbalanced
 from rlframe.megatron.model.rope import set_rope
 from rlframe.megatron.model.router_replay import RouterReplay
 from rlframe.megatron.model.training_fields import accumulate_in_place, ddp_config, freeze_routers
 from rlframe.megatron.model.transformer import layer_spec, transformer_config
+from rlframe.megatron.packed import shared_prompts
+from rlframe.megatron.vocab.chunked_head import ChunkedHead
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
@@ -65,8 +70,12 @@ class Model:
     """Layout of the checkpoint's tensors in the parameters."""
     lora: lora.Lora | None
     """The adapters. None if the parameters themselves are trained."""
+    mtp: MtpConfig | None = None
+    """Settings with which the head for multi-token prediction is trained. None if it is not."""
     replay: RouterReplay | None = None
     """Makes the routers choose the engine's experts. None if they choose for themselves."""
+    head: ChunkedHead | None = None
+    """Computes the logits by chunks. None if they are computed at once, or by another rank."""
     float32: bool = False
     """Whether forward and backward passes compute in float32 on copies of the parameters, of which gradients reach the
     parameters in their own number format."""
@@ -83,6 +92,9 @@ def build(
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
     modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
+    if train.share_prompts:
+        for each in modules:
+            shared_prompts.prepare(each)
     if architecture.whole_qk_norm:
         # Built with it, trained without: `finalize_model_grads` adds the gradients of norms of this name over
         # tensor-parallel ranks, which share those of single heads. Here each rank has the weights of its own heads.
@@ -91,6 +103,9 @@ def build(
     loader = partial(load, family=family, architecture=architecture, shards=shards)
     layout = record(loader, named_weights(modules), family.tensors(architecture))
     adapters = lora.attach(train.lora, modules, named_parameters(modules), layout) if train.lora else None
+    if train.offload_activations and not frozen:
+        for each in modules:
+            offload_layer_inputs(each)
     chunks = [bare(module, device) if frozen else wrapped(module, train, device) for module in modules]
     return Model(
         chunks=chunks,
@@ -100,14 +115,23 @@ def build(
         parameters={name: value for name, value in named_weights(chunks).items() if name in layout.parameters},
         layout=layout,
         lora=adapters,
+        mtp=train.mtp if train.mtp.trains and architecture.with_mtp and not frozen else None,
         replay=RouterReplay(modules, architecture, device) if train.moe.router_replay and not frozen else None,
+        head=chunked_head(modules[-1], architecture, train),
     )
+
+
+def chunked_head(module: GPTModel, architecture: Architecture, train: TrainConfig) -> ChunkedHead | None:
+    """Returns what computes the logits by chunks, if that is wanted and the module has an output layer for them."""
+    if train.logits_chunk_tokens is None or architecture.num_outputs is not None or not module.post_process:
+        return None
+    return ChunkedHead(module.output_layer, chunk_tokens=train.logits_chunk_tokens)
 
 
 def module(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> GPTModel:
     """Returns chunk `chunk` of this rank's pipeline stage."""
     ends = {"ignore_virtual": False, "vp_stage": chunk}
-    model = GPTModel(
+    model = (ModelWithMtp if architecture.with_mtp else GPTModel)(
         config=config,
         transformer_layer_spec=layer_spec(architecture, config, device, chunk=chunk),
         vocab_size=padded_vocab_size(architecture, tp=config.tensor_model_parallel_size),
@@ -119,11 +143,21 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
         **model_arguments(architecture),
     )
     replace_output_layer(model, architecture.num_outputs)
+    if architecture.with_mtp and model.post_process:
+        model.mtp_head = mtp_head(architecture, config, device)
     if architecture.latent:
         set_latent_epsilon(model, architecture.latent.norm_eps)
     scale_embeddings(model, architecture.embedding_scale)
     set_rope(model, architecture)
     return model
+
+
+def mtp_head(architecture: Architecture, config: TransformerConfig, device: torch.device) -> MtpHead:
+    """Returns the head for multi-token prediction."""
+    config, index = unbalanced(config), architecture.layer_of_mtp
+    # All layers, because a stage may have none of this kind.
+    block = layer_spec(architecture, config, device, chunk=0)
+    return MtpHead(config, block.layer_specs[index], block.layer_norm, layer_number=index + 1)
 
 
 def bare(module: GPTModel, device: torch.device) -> GPTModel:
@@ -139,6 +173,10 @@ def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> Distr
     mark_attention(module)
     if train.moe.freeze_router:
         freeze_routers(module)
+    if isinstance(module, ModelWithMtp):
+        module.detach = train.mtp.detach
+        if module.post_process and not train.mtp.trains:
+            module.mtp_head.requires_grad_(False)
     if device.type == "cuda" and train.kernels.gradient_accumulation_fusion:
         accumulate_in_place(module)
     return DistributedDataParallel(

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from rlframe.megatron.model.mtp import decoder_modules
 from rlframe.megatron.packed.inputs import PackedInputs
 from rlframe.models.families.base import Architecture
 from rlframe.types.batch import Sequences
@@ -62,7 +63,7 @@ class RouterReplay:
             modules: the chunks of the model that this rank has.
         """
         layers = [index for index, sparse in enumerate(architecture.moe_layers) if sparse]
-        routers = [each for module in modules for each in module.modules() if isinstance(each, TopKRouter)]
+        routers = [each for module in modules for each in decoder_modules(module) if isinstance(each, TopKRouter)]
         self.forwards = False
         """True while a micro-batch runs forward."""
         self.routes: OwnRoutes | None = None

@@ -67,7 +67,7 @@ def transformer_config(
         "pipeline_model_parallel_size": parallel.pp,
         **pipeline_fields(architecture, parallel),
         "context_parallel_size": parallel.cp,
-        "cp_comm_type": "p2p",
+        "cp_comm_type": train.context_parallel.communication.value,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         # Packed micro-batches differ in length; stages exchange the shape of each.

@@ -7,6 +7,7 @@ late, so that under causal attention every rank has the same work (Megatron's an
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
 
@@ -43,5 +44,22 @@ def gather_tokens(values: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup, 
     gathered = gather_from_sequence_parallel_region(
         values.contiguous(), tensor_parallel_output_grad=not alike, group=group
     )
-    rows = torch.cat([rows_of_rank(cu_seqlens, group.size(), rank) for rank in range(group.size())])
-    return gathered[torch.argsort(rows)]
+    return gathered[torch.argsort(rows_of_ranks(cu_seqlens, group.size()))]
+
+
+def rows_of_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
+    """Returns [T] the position in the whole pack of each token of the first rank, then of the second, and so on."""
+    return torch.cat([rows_of_rank(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
+
+
+def tokens_to_heads(values: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns [T, heads / cp, ...] of the whole pack in its order, of this rank's part of the heads, from the
+    [T / cp, heads, ...] of each rank. Source: Jacobs et al. 2023, arXiv 2309.14509, section 3.1."""
+    parts = values.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    return all_to_all(group, parts).flatten(0, 1)[torch.argsort(rows_of_ranks(cu_seqlens, group.size()))]
+
+
+def heads_to_tokens(values: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns [T / cp, heads, ...] of this rank's tokens, from the [T, heads / cp, ...] of each rank."""
+    parts = values[rows_of_ranks(cu_seqlens, group.size())].unflatten(0, (group.size(), -1)).contiguous()
+    return all_to_all(group, parts).transpose(0, 1).flatten(1, 2)

@@ -9,8 +9,8 @@ data-parallel rank, experts on every expert-data-parallel rank. Adam's step coun
 
 import math
 import secrets
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def require_equal(state: Mapping[str, Any], step_counts: Iterable[float] = ()) -
     """
     seed = [secrets.randbits(64)]
     dist.broadcast_object_list(seed, src=0)
-    mine = shares(state, seed=seed[0])
+    mine = shares(state, seed=seed[0], among=several(state))
     mine |= {(STEPS, (dist.get_rank(), place)): (int(count), 1) for place, count in enumerate(step_counts)}
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, gathered)
@@ -55,13 +55,21 @@ def require_equal(state: Mapping[str, Any], step_counts: Iterable[float] = ()) -
         raise WeightsDrifted(verdict[0])
 
 
-def shares(state: Mapping[str, Any], *, seed: int) -> dict[Copy, Share]:
-    """Returns this rank's part of each copy."""
+def several(state: Mapping[str, Any]) -> set[str]:
+    """Returns the tensors that have more than one copy on all ranks together. All ranks must call it together."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, {(piece.key, _numbers(piece.replica_id)) for piece in pieces(state)})
+    counts = Counter(key for key, _ in set().union(*held))
+    return {key for key, count in counts.items() if count > 1}
+
+
+def shares(state: Mapping[str, Any], *, seed: int, among: Container[str]) -> dict[Copy, Share]:
+    """Returns this rank's part of each copy of the tensors in `among`. Most of a state, the moments, has no second."""
     boxes: dict[str, list[Box]] = defaultdict(list)
     copies: dict[str, Copy] = {}
     parameters: dict[str, torch.Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for index, piece in enumerate(pieces(state)):
+    for index, piece in enumerate(piece for piece in pieces(state) if piece.key in among):
         assert piece.data is not None
         *_, columns = piece.data.shape or (1,)
         rows = piece.data.numel() // columns
@@ -71,6 +79,8 @@ def shares(state: Mapping[str, Any], *, seed: int) -> dict[Copy, Share]:
         row, col = place(tuple(piece.global_shape), tuple(piece.global_offset))
         parameters[str(index)] = piece.data.detach().contiguous()
         boxes[name].append(Box(name, row, rows, col, columns, str(index), 0, columns, 1))
+    if not copies:
+        return {}
     layout = MemoryLayout(
         boxes={name: tuple(each) for name, each in boxes.items()},
         tensors=shapes,

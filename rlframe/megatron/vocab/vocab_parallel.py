@@ -51,24 +51,11 @@ class VocabParallelLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: Any, reuse_logits: bool
     ) -> Any:
-        """Computes each rank's own sums, then two reductions: the peak, and the sums relative to it."""
-        start = group.rank() * logits.shape[1]
-        valid = max(0, min(logits.shape[1], vocab_size - start))
-        local_peak, total, weighted, chosen = implementation(logits).statistics(
-            logits, targets, temperature, start, valid
-        )
-        peak = local_peak.clone()
-        reduce(peak, dist.ReduceOp.MAX, group)
-        drop = local_peak - peak
-        here = (targets >= start) & (targets < start + valid)
-        sums = torch.stack([total, weighted + drop * total, torch.zeros_like(peak)]) * drop.exp()
-        sums[2] = torch.where(here, chosen - peak, 0.0)
-        reduce(sums, dist.ReduceOp.SUM, group)
-        normalizer, weighted, chosen = sums
-        logprobs = chosen - normalizer.log()
-        entropy = normalizer.log() - weighted / normalizer
-        ctx.save_for_backward(logits, targets, normalizer.log() + peak, entropy)
-        ctx.temperature, ctx.start, ctx.valid, ctx.reuse_logits = temperature, start, valid, reuse_logits
+        """Keeps the logits, and two numbers of each token."""
+        logprobs, entropy, log_normalizer = measured(logits, targets, temperature, vocab_size, group)
+        ctx.save_for_backward(logits, targets, log_normalizer, entropy)
+        ctx.start, ctx.valid = columns_of_rank(logits.shape[1], vocab_size, group)
+        ctx.temperature, ctx.reuse_logits = temperature, reuse_logits
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -86,6 +73,36 @@ class VocabParallelLogprobs(torch.autograd.Function):
         # A kernel writes unseen by torch, so operations that saved the logits must be told by the version counter.
         torch.autograd.graph.increment_version(out)
         return out, None, None, None, None, None
+
+
+def columns_of_rank(width: int, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """Returns this rank's first column in the whole vocabulary, and how many of its columns are not padding.
+
+    Args:
+        width: columns of each rank.
+    """
+    start = group.rank() * width
+    return start, max(0, min(width, vocab_size - start))
+
+
+def measured(
+    logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: dist.ProcessGroup
+) -> Float[Tensor, "3 T"]:
+    """Returns logprob, entropy and log sum exp(logits / temperature) of each token: each rank's own sums, then two
+    reductions, the peak and the sums relative to it. The arguments are those of `logprobs_and_entropy`."""
+    start, valid = columns_of_rank(logits.shape[1], vocab_size, group)
+    local_peak, total, weighted, chosen = implementation(logits).statistics(logits, targets, temperature, start, valid)
+    peak = local_peak.clone()
+    reduce(peak, dist.ReduceOp.MAX, group)
+    drop = local_peak - peak
+    here = (targets >= start) & (targets < start + valid)
+    sums = torch.stack([total, weighted + drop * total, torch.zeros_like(peak)]) * drop.exp()
+    sums[2] = torch.where(here, chosen - peak, 0.0)
+    reduce(sums, dist.ReduceOp.SUM, group)
+    normalizer, weighted, chosen = sums
+    logprobs = chosen - normalizer.log()
+    entropy = normalizer.log() - weighted / normalizer
+    return torch.stack([logprobs, entropy, normalizer.log() + peak])
 
 
 def implementation(logits: Tensor) -> Any:

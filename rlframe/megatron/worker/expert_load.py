@@ -12,6 +12,7 @@ from rlframe.megatron.compat import auxiliary_loss_divisor
 from rlframe.megatron.config.options import MoeConfig
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.model.model import Model
+from rlframe.megatron.model.mtp import decoder_modules
 from rlframe.megatron.model.training_fields import token_multiple
 from rlframe.megatron.packed.inputs import padded_lengths
 from rlframe.types.results import Mean, Metric
@@ -25,7 +26,7 @@ class ExpertLoad:
         self.moe_layers = [index for index, sparse in enumerate(architecture.moe_layers) if sparse]
         device = next(iter(model.parameters.values())).device
         self.counts = torch.zeros(architecture.num_layers, architecture.num_experts, dtype=torch.int64, device=device)
-        for module in (each for chunk in model.chunks for each in chunk.modules()):
+        for module in (each for chunk in model.chunks for each in decoder_modules(chunk)):
             if isinstance(module, TopKRouter):
                 module.register_forward_hook(self._count)
 

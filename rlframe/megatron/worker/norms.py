@@ -21,6 +21,7 @@ from rlframe.megatron.model.model import Model, named_parameters
 from rlframe.megatron.worker.optimizer import Optimizer
 
 PARTS = {
+    "mtp": re.compile(r"(^|\.)mtp_head\."),
     "router": re.compile(r"\.router\."),
     "norms": re.compile(r"norm[._](weight|bias)$"),
     "experts": re.compile(r"experts\."),

@@ -13,12 +13,16 @@ from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.watch.marks import mark
 from rlframe.megatron.checkpoint import checksums, files
 from rlframe.megatron.checkpoint import state as checkpoint
-from rlframe.megatron.checkpoint.files import Staged, Written
+from rlframe.megatron.checkpoint.files import Written
+from rlframe.megatron.checkpoint.staging import HostMemory, Staged
+from rlframe.megatron.config.mtp import in_head
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.lora import state as lora_state
 from rlframe.megatron.lora.merge import MergedWeights, WithoutAdapters
+from rlframe.megatron.lora.send import MergedOnDemand, SentAdapters
 from rlframe.megatron.memory.reference import ReferenceWeights
 from rlframe.megatron.messages.chunks import Pieces
+from rlframe.megatron.messages.host_room import HostRoom
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.setup import TrainerSetup
@@ -35,6 +39,8 @@ from rlframe.models.config import HEAD
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, Peak, UpdateResult, merge
+from rlframe.utils.memory import available_bytes
+from rlframe.weight_sync.adapted import ADAPTERS, BASE
 from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor
 from rlframe.weight_sync.proof.digest import digest
@@ -59,18 +65,19 @@ class Trainer:
         folder = resolve(setup.model)
         family = load_family(folder)
         architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
+        architecture = architecture.keeping_mtp(setup.train.mtp.keeps)
         self.model = model.build(family, architecture, setup.train, device=setup.device)
         self.model.float32 = setup.float32
         self.layout: MemoryLayout = self.model.layout
         self._load_weights(folder)
         self.reference = self._reference() if setup.with_reference else None
-        self.merged = None
+        self.merged: MergedWeights | None = None
+        self.sent: SentAdapters | None = None
         if self.model.lora:
             lora_state.fill(self.model.lora, seed=setup.seed)
-            self.merged = MergedWeights(self.model.lora, self.model.parameters)
+            if setup.merges:
+                self.merged = MergedWeights(self.model.lora, self.model.parameters)
         self._weights_changed()
-        self.weights: Mapping[str, Tensor] = self.merged.parameters if self.merged else self.model.parameters
-        """The weights for engines and exports, by canonical name."""
         self._sources: dict[str, WeightSource] = {}
         self.optimizer = optimizer.build(self.model, setup.train)
         self.expert_load = ExpertLoad(self.model)
@@ -78,14 +85,31 @@ class Trainer:
         overlap.prepare(self.model, setup.train)
         self.sleeping = SleepingMemory(self.model, self.optimizer) if setup.train.offload_optimizer else None
         self.staged: Staged | None = None
+        self.host_copy = HostMemory(setup.device)
         self.teacher = frozen_model(setup.teacher, setup.train, device=setup.device) if setup.teacher else None
         self.constant = list(self._constant())
 
     def source(self, channel: str) -> WeightSource:
         """Returns this rank's end of the weight sync of that name."""
         if channel not in self._sources:
-            self._sources[channel] = WeightSource(self.layout, self.weights)
+            self._sources[channel] = self._source(channel)
         return self._sources[channel]
+
+    def _source(self, channel: str) -> WeightSource:
+        if channel.endswith(BASE):
+            return WeightSource(self.layout, self.model.parameters)
+        if channel.endswith(ADAPTERS):
+            assert self.model.lora is not None
+            self.sent = self.sent or SentAdapters(self.model.lora)
+            return WeightSource(self.sent.layout, self.sent.parameters)
+        return WeightSource(self.layout, self.weights)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights with merged adapters, by canonical name."""
+        if self.merged:
+            return self.merged.parameters
+        return MergedOnDemand(self.model.lora, self.model.parameters) if self.model.lora else self.model.parameters
 
     @torch.no_grad()
     def _load_weights(self, folder: pathlib.Path) -> None:
@@ -120,6 +144,9 @@ class Trainer:
             frozen = {name for name, value in self.model.parameters.items() if not value.requires_grad}
             base = [name for name, boxes in self.layout.boxes.items() if {box.parameter for box in boxes} <= frozen]
             yield ConstantWeights("the base of the adapters", self.model, names=base)
+        if self.model.architecture.with_mtp and not self.model.mtp and not self.model.lora:
+            head = [name for name, boxes in self.layout.boxes.items() if all(in_head(box.parameter) for box in boxes)]
+            yield ConstantWeights("the head for multi-token prediction", self.model, names=head)
         if self.teacher:
             yield ConstantWeights("the teacher", self.teacher)
 
@@ -143,6 +170,8 @@ class Trainer:
         """Updates the weights for engines and exports. Every call that changes weights ends with it."""
         if self.merged:
             self.merged.update()
+        if self.sent:
+            self.sent.update()
         # Engines read them from their own processes as soon as the call has returned.
         torch.cuda.synchronize()
 
@@ -281,15 +310,28 @@ class Trainer:
             self.model,
             self.optimizer,
             folder,
-            copy=copy,
+            copy_to=self.host_copy if copy else None,
             reference=self.following,
             outliers=self.optimizer.outliers,
         )
 
-    def write(self, *, verify: bool) -> Written:
-        """Writes this rank's file of the staged state. It may run during training if the state was copied."""
+    def host_room(self) -> HostRoom:
+        """Returns what `stage` needs in host memory to copy the state, and what this host has."""
+        needed = checkpoint.state_bytes(self.model, self.optimizer, follows=self.following is not None)
+        return HostRoom(needed_bytes=max(0, needed - self.host_copy.num_bytes), free_bytes=available_bytes())
+
+    def reserve_copy(self) -> None:
+        """Allocates the pinned host memory that `stage` will need, so that no step waits for it. A CPU needs none."""
+        if self.host_copy.pinned:
+            self.host_copy.reserve(
+                checkpoint.state_bytes(self.model, self.optimizer, follows=self.following is not None)
+            )
+
+    def write(self, *, read_back: float = 1.0) -> Written:
+        """Writes this rank's file of the staged state, and reads that fraction of it back. It may run during training
+        if the state was copied."""
         assert self.staged is not None
-        return files.write(self.staged, verify=verify)
+        return files.write(self.staged, read_back=read_back)
 
     def complete(self, written: list[Written]) -> None:
         """Ends a save, with the WriteReport of every rank."""
@@ -313,6 +355,9 @@ class Trainer:
             outliers=self.optimizer.outliers,
         )
         self._weights_changed()
+        if self.model.architecture.with_mtp:
+            # A head that is kept now may have been trained before.
+            self.constant = list(self._constant())
 
     def load_weights(self, folder: pathlib.Path) -> None:
         """Loads the weights of the distributed checkpoint in `folder`, also as those of the reference."""

@@ -16,6 +16,7 @@ from rlframe.cluster.worker import Worker
 from rlframe.megatron.config.parallel import Coordinates
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.messages.chunks import Pieces
+from rlframe.megatron.messages.host_room import HostRoom
 from rlframe.megatron.messages.microbatch import Share
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.ranks import TrainerRank
@@ -131,10 +132,19 @@ class MegatronWorker(MegatronRank, TrainerRank):
         """See Trainer.stage."""
         self.trainer.stage(pathlib.Path(folder), copy=copy)
 
+    def host_room(self) -> HostRoom:
+        """See Trainer.host_room."""
+        return self.trainer.host_room()
+
     @ray.method(concurrency_group=FILES)
-    def write(self, verify: bool) -> "Written":
+    def reserve_copy(self) -> None:
+        """See Trainer.reserve_copy."""
+        self.trainer.reserve_copy()
+
+    @ray.method(concurrency_group=FILES)
+    def write(self, read_back: float) -> "Written":
         """See Trainer.write."""
-        return self.trainer.write(verify=verify)
+        return self.trainer.write(read_back=read_back)
 
     @ray.method(concurrency_group=FILES)
     def complete(self, written: Sequence[Any]) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from rlframe.models.config import HEAD
-from rlframe.models.families import _fields, _rope
+from rlframe.models.families import _fields, _mtp, _rope
 from rlframe.models.families._attention import GroupedAttention
 from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, under
 from rlframe.models.families._mlp import Experts, Mlp
+from rlframe.models.families._mtp import MtpNames
 from rlframe.models.families.base import Architecture, Family, Shard, faults_to_error
 from rlframe.models.quantized import stated
 
@@ -42,6 +43,8 @@ class Decoder(Family):
     """The values of layer_types that the family knows."""
     windows = False
     """Whether the family reads sliding_window, and those that have it layer_types."""
+    mtp: MtpNames | None = None
+    """The checkpoint's names of the head for multi-token prediction. None if the family has none."""
 
     @abstractmethod
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,6 +118,8 @@ class Decoder(Family):
             shapes[HEAD] = (a.num_outputs, a.hidden_size)
         elif a.num_outputs is None and not a.tie_embeddings:
             shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
+        if a.with_mtp and self.mtp:
+            shapes |= _mtp.tensors(self.mtp, a, self.parts(a, a.layer_of_mtp), self.norms)
         return shapes
 
     def parameters(self, architecture: Architecture, shard: Shard) -> Shapes:
@@ -134,6 +139,8 @@ class Decoder(Family):
                 shapes["output_layer.weight"] = (a.num_outputs, a.hidden_size)
             elif a.num_outputs is None and not (a.tie_embeddings and shard.has_embedding):
                 shapes["output_layer.weight"] = vocabulary
+            if a.with_mtp and self.mtp:
+                shapes |= _mtp.parameters(a, shard, self.parts(a, a.layer_of_mtp), self.norms)
         return shapes
 
     def load(
@@ -163,6 +170,9 @@ class Decoder(Family):
         elif "output_layer.weight" in parameters:
             head = "model.embed_tokens.weight" if architecture.tie_embeddings else "lm_head.weight"
             _load_vocabulary(parameters["output_layer.weight"], checkpoint[head], shard)
+        if architecture.with_mtp and self.mtp and shard.has_output:
+            parts = self.parts(architecture, architecture.layer_of_mtp)
+            _mtp.load(parameters, checkpoint, self.mtp, architecture, shard, parts, self.norms)
 
 
 _REQUIRED = (

@@ -85,6 +85,7 @@ FIELDS: dict[str, Rule] = {
     "topk_group": whole(1, MOST_EXPERTS),
     "routed_scaling_factor": SCALE,
     "num_nextn_predict_layers": whole(0, MOST_LAYERS),
+    "mtp_num_hidden_layers": whole(0, MOST_LAYERS),
     "kv_lora_rank": whole(1),
     "q_lora_rank": whole(1),
     "qk_nope_head_dim": whole(1),

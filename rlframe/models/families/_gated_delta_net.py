@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlframe.models.families import _mtp
 from rlframe.models.families._layer_specs import LayerSpec, Scope, Shapes, columns, rows
 from rlframe.models.families.base import Architecture, GatedDeltaNetDimensions, Shard
 
@@ -53,6 +54,8 @@ def features(hf: Mapping[str, Any]) -> dict[str, Any]:
         "qk_norm": True,
         "output_gate": True,
         "zero_centered_norms": True,
+        # Qwen3-Next's config.json does not say that it has one.
+        "mtp_layers": _mtp.count(hf, "mtp_num_hidden_layers", "num_nextn_predict_layers", default=1),
     }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rlframe.models.families import _mtp
 from rlframe.models.families.base import faults_to_error
 
 NEEDED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "norm_topk_prob")
@@ -50,4 +51,5 @@ def features(config: Mapping[str, Any]) -> dict[str, Any]:
         "router_groups_per_token": per_token,
         "router_scale": float(hf.get("routed_scaling_factor", 1.0)),
         "moe_layers": tuple(kind == "sparse" for kind in kinds),
+        "mtp_layers": _mtp.count(hf, "num_nextn_predict_layers"),
     }

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rlframe.models.families import _latent, _sigmoid_router
+from rlframe.models.families import _latent, _mtp, _sigmoid_router
 from rlframe.models.families._attention import LatentAttention
 from rlframe.models.families._decoder import Decoder
 from rlframe.models.families._layer_specs import Scope, Shapes
@@ -54,6 +54,7 @@ class SparseDecoder(Decoder):
 
     attention = SparseAttention()
     rope_kinds = ("default", "yarn")
+    mtp = _mtp.BEHIND_LAYERS
     interleaved_indexer = False
     """Whether the indexer pairs neighbouring dimensions for its positions."""
 

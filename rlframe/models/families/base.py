@@ -2,7 +2,7 @@
 parameters."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -206,12 +206,27 @@ class Architecture:
     """The activation that replaces silu(gate) * up in experts, or None."""
     moe_layers: tuple[bool, ...] = ()
     """[num_layers] True for layers that have experts instead of a dense MLP."""
+    mtp_layers: int = 0
+    """Number of layers for multi-token prediction that config.json promises behind the others (DeepSeek-V3, arXiv
+    2412.19437, section 2.2). Files that transformers wrote have none."""
+    with_mtp: bool = False
+    """Whether the model has the first of `mtp_layers`. It is not read from config.json, but follows from train.mtp."""
 
     def with_outputs(self, num_outputs: int | None) -> "Architecture":
         """Returns the same layers with another output layer, which is then not tied to the embedding."""
         if num_outputs is None:
             return self
-        return replace(self, num_outputs=num_outputs, tie_embeddings=False)
+        return replace(self, num_outputs=num_outputs, tie_embeddings=False, with_mtp=False)
+
+    def keeping_mtp(self, keep: bool) -> "Architecture":
+        """Returns the same model with its head for multi-token prediction, if `keep` and if it has one."""
+        return replace(self, with_mtp=True) if keep and self.mtp_layers and self.num_outputs is None else self
+
+    @property
+    def layer_of_mtp(self) -> int:
+        """Number of the layer to which the layer of the head for multi-token prediction is alike: the last one with
+        keys and values."""
+        return max(layer for layer in range(self.num_layers) if not self.has_gated_delta_net(layer))
 
     def has_gated_delta_net(self, layer: int) -> bool:
         """Returns whether layer number `layer` has a gated delta net instead of keys and values."""
@@ -226,9 +241,13 @@ class Architecture:
             return min(length, self.attention_chunk) / 2
         return length / 2
 
-    def faults(self, *, tp: int, ep: int, etp: int, cp: int = 1) -> list[Fault]:
+    def faults(self, *, tp: int, ep: int, etp: int, cp: int = 1, communication: str | None = None) -> list[Fault]:
         """Returns a fault for every reason why a parallel layout does not fit this model's layers. `shards.faults`
-        collects all of them."""
+        collects all of them.
+
+        Args:
+            communication: `train.context_parallel.communication`; None means one that fits.
+        """
         divisions = [
             ("tp", tp, "num_attention_heads", self.num_attention_heads),
             ("tp", tp, "num_kv_heads", self.num_kv_heads),
@@ -260,26 +279,42 @@ class Architecture:
                     "Megatron-Core 0.16.1 would add the bias on every rank; use ep",
                 )
             )
-        if cp > 1 and (self.sinks or self.window_layers or self.chunk_layers):
-            faults.append(
-                Fault(
-                    "train.parallel",
-                    said=f"cp {cp} cannot split the sequences of {self.model_type}, whose attention has sliding "
-                    "windows, chunks or sinks: use tp",
-                )
-            )
-        if cp > 1 and self.indexer:
-            faults.append(
-                Fault(
-                    "train.parallel",
-                    said=f"cp {cp} cannot split the sequences of {self.model_type}, whose attention is sparse: use tp",
-                )
-            )
+        if cp > 1:
+            faults += self._context_faults(tp=tp, cp=cp, communication=communication)
         return faults + [
             Fault("train.parallel", said=f"{axis} {size} must divide {name} {value} of {self.model_type}")
             for axis, size, name, value in divisions
             if value % size
         ]
+
+    def _context_faults(self, *, tp: int, cp: int, communication: str | None) -> Iterator[Fault]:
+        """Yields the reasons why `cp` ranks cannot share the sequences of this model with that communication."""
+        key = "train.context_parallel.communication"
+        for what, found in {"has chunks": any(self.chunk_layers), "is sparse": bool(self.indexer)}.items():
+            if found:
+                yield Fault(
+                    "train.parallel",
+                    said=f"cp {cp} cannot split the sequences of {self.model_type}, whose attention {what}: use tp",
+                )
+        local = bool(self.sinks) or any(self.window_layers)
+        if local and communication not in (None, "a2a"):
+            yield Fault(
+                key,
+                f"must be a2a with cp {cp} for {self.model_type}",
+                got=communication,
+                why="its attention has sliding windows or sinks, for which a rank needs whole sequences of its heads",
+                hint="or use tp",
+            )
+        elif local or communication == "a2a":
+            heads = {"num_attention_heads": self.num_attention_heads, "num_kv_heads": self.num_kv_heads}
+            for name in (name for name, count in heads.items() if count % (tp * cp)):
+                yield Fault(
+                    key,
+                    f"needs tp {tp} * cp {cp} to divide {name} {heads[name]} of {self.model_type}",
+                    got="a2a",
+                    hint="use a smaller cp" if local else "use p2p",
+                    stated=True,
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,9 @@
-"""DeepSeek-V3, V3.1 and R1, and Moonlight. The layers for multi-token prediction are not loaded, as in transformers."""
+"""DeepSeek-V3, V3.1 and R1, and Moonlight."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlframe.models.families import _latent, _sigmoid_router
+from rlframe.models.families import _latent, _mtp, _sigmoid_router
 from rlframe.models.families._attention import LatentAttention
 from rlframe.models.families._decoder import Decoder
 
@@ -13,6 +13,7 @@ class DeepseekV3(Decoder):
 
     attention = LatentAttention()
     rope_kinds = ("default", "yarn")
+    mtp = _mtp.BEHIND_LAYERS
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         return _sigmoid_router.features(hf) | _latent.features(hf)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2. The layer for multi-token prediction is not loaded, as in transformers."""
+"""DeepSeek-V3.2."""
 
 from rlframe.models.families._sparse import SparseDecoder
 

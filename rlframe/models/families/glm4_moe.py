@@ -1,9 +1,9 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.6. The extra layer for multi-token prediction is not loaded, as in transformers."""
+"""GLM-4.5, GLM-4.5-Air and GLM-4.6."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlframe.models.families import _sigmoid_router
+from rlframe.models.families import _mtp, _sigmoid_router
 from rlframe.models.families._decoder import Decoder
 
 
@@ -13,6 +13,7 @@ class Glm4Moe(Decoder):
     rope_kinds = ("default",)
     partial_rope = True
     attention_bias = True
+    mtp = _mtp.BEHIND_LAYERS
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         return _sigmoid_router.features(hf) | {

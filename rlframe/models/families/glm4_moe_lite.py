@@ -1,9 +1,9 @@
-"""GLM-4.7-Flash. The layer for multi-token prediction is not loaded, as in transformers."""
+"""GLM-4.7-Flash."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlframe.models.families import _latent, _sigmoid_router
+from rlframe.models.families import _latent, _mtp, _sigmoid_router
 from rlframe.models.families._attention import LatentAttention
 from rlframe.models.families._decoder import Decoder
 from rlframe.models.families.base import faults_to_error
@@ -14,6 +14,7 @@ class Glm4MoeLite(Decoder):
 
     attention = LatentAttention()
     rope_kinds = ("default",)
+    mtp = _mtp.BEHIND_LAYERS
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         dense = hf.get("first_k_dense_replace", 1)

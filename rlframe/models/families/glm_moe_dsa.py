@@ -1,4 +1,4 @@
-"""GLM-5. The layer for multi-token prediction is not loaded, as in transformers."""
+"""GLM-5."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Qwen3.5 without images, with experts. The layers for multi-token prediction are not loaded, as in transformers."""
+"""Qwen3.5 without images, with experts."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,9 +1,9 @@
-"""Qwen3.5 without images, dense. The layers for multi-token prediction are not loaded, as in transformers."""
+"""Qwen3.5 without images, dense."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlframe.models.families import _gated_delta_net
+from rlframe.models.families import _gated_delta_net, _mtp
 from rlframe.models.families._decoder import Decoder
 from rlframe.models.families._gated_delta_net import SplitGatedDeltaNet
 from rlframe.models.families.base import faults_to_error
@@ -20,6 +20,7 @@ class Qwen35(Decoder):
     partial_rope = True
     default_partial = 0.25
     rope_kinds = ("default",)
+    mtp = _mtp.APART
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         faults_to_error(hf, _gated_delta_net.faults(hf))

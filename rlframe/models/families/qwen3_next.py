@@ -1,9 +1,9 @@
-"""Qwen3-Next. The layers for multi-token prediction are not loaded, as in transformers."""
+"""Qwen3-Next."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlframe.models.families import _gated_delta_net
+from rlframe.models.families import _gated_delta_net, _mtp
 from rlframe.models.families._gated_delta_net import GatedDeltaNet
 from rlframe.models.families._mlp import Experts
 from rlframe.models.families.base import faults_to_error
@@ -19,6 +19,7 @@ class Qwen3Next(Qwen3Moe):
     partial_rope = True
     default_partial = 0.25
     rope_kinds = ("default",)
+    mtp = _mtp.APART
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         faults = _gated_delta_net.faults(hf)

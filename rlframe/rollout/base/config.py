@@ -1,12 +1,13 @@
 """Settings that all rollout engines share. Imports neither torch nor an engine, so that configurations can be checked
 without them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from rlframe.cluster.profiling.config import ProfileConfig
+from rlframe.rollout.base.speculative import SpeculativeConfig
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
@@ -103,6 +104,9 @@ class RolloutConfig:
     """Number of most likely tokens that sampling is restricted to. 0 keeps all tokens."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response when they appear in its text, besides the model's end-of-sequence tokens."""
+    speculative: SpeculativeConfig | None = None
+    """Speculative decoding: several tokens of a response in a step, with the same distribution. null: one token a
+    step."""
     record: bool = False
     """Whether to keep the groups that each step trains on, in `rollouts/step-NNNNNNNN/`: 13 bytes a token, and the
     text."""
@@ -183,6 +187,40 @@ class RolloutConfig:
             cuda: whether engines run on CUDA.
         """
         yield Fault("rollout.name", "does not return routed experts", got=self.name, stated=True)
+
+    def adapter_faults(self, architecture: "Architecture", tensors: Iterable[str], *, rank: int) -> Iterator[Fault]:  # noqa: ARG002
+        """Yields a fault for every reason why engines with these settings cannot compute with adapters.
+
+        Subclasses override it if their engine can.
+
+        Args:
+            tensors: names of the adapted matrices in the checkpoint.
+            rank: rank of the adapters.
+        """
+        yield Fault(
+            "weight_sync.lora",
+            f"must be merged with rollout.name={self.name}",
+            got="adapter",
+            why="rlframe writes adapters into vLLM only",
+            hint="or use rollout.name=vllm",
+        )
+
+    def speculative_faults(self, *, cuda: bool, shares_devices: bool) -> Iterator[Fault]:  # noqa: ARG002 - for subclasses
+        """Yields a fault for every reason why engines cannot do `speculative`, which is set.
+
+        Subclasses override it if their engine can.
+
+        Args:
+            cuda: whether engines run on CUDA.
+            shares_devices: whether engines sleep while other roles use their devices.
+        """
+        yield Fault(
+            "rollout.speculative",
+            f"must be null with rollout.name={self.name}",
+            got="a section",
+            why="the engine samples one token a step",
+            hint="use rollout=vllm, or remove it",
+        )
 
     def profile_faults(self, profile: ProfileConfig) -> Iterator[Fault]:  # noqa: ARG002 - for subclasses
         """Yields a fault for every reason why the profiler cannot record engines with these settings.

@@ -8,7 +8,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from rlframe.cluster.profiling.request import Request
+from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.gate import VersionGate
+from rlframe.rollout.base.speculative import Drafts
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
@@ -59,6 +61,7 @@ class RolloutEngine(ABC):
         device: str,
         random_seed: int | None = None,
         with_routes: bool = False,
+        adapter: EngineAdapter | None = None,
     ):
         """Loads the model the way the engine itself loads it, so that calibration compares what the engine really
         holds.
@@ -68,6 +71,8 @@ class RolloutEngine(ABC):
             folder: model and tokenizer in Hugging Face format.
             random_seed: seed from which the weights are drawn (`models.random_init`); the folder then needs none.
             with_routes: completions carry their routed experts; requires that `config.route_faults` yields nothing.
+            adapter: adapters that the ranks' WeightDestinations receive in the place of the weights; requires that
+                `config.adapter_faults` yields nothing.
         """
 
     @abstractmethod
@@ -116,6 +121,10 @@ class RolloutEngine(ABC):
         Raises:
             WeightSyncFailed: the weights in memory are not verified.
         """
+
+    def drafts(self) -> Drafts:
+        """Returns what became of the drafts of speculative decoding since the engine started."""
+        return Drafts()
 
     @abstractmethod
     def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:

@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlframe.cluster.placement import Allocation
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.fleet.worker import GENERATE, SIGNALS, EngineWorker, RolloutSetup, RolloutWorker, end_processes
 from rlframe.types.input import ModelInput
 from rlframe.utils.calls import RankCall
@@ -245,9 +246,12 @@ class RolloutGroup(DestinationGroup):
         ray.wait(calls, num_returns=len(calls), timeout=ABORT_S)
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the engines: restarts so far, memory at the last sync, and bytes that the last sleep
-        freed."""
+        """Returns metrics of the engines: restarts so far, memory at the last sync, bytes that the last sleep freed,
+        and what became of drafts since the last call."""
         metrics = {"rollout/engine_restarts": float(self.num_restarts), **of_role("engine", self._memory)}
+        if self.setup.rollout.speculative is not None:
+            calls = self.workers.ask_all(EngineWorker.drafts)
+            metrics |= sum(self.workers.wait(calls, doing="counts of drafts"), Drafts()).metrics()
         if self._freed_bytes is not None:
             metrics["memory/engine_freed_bytes"] = float(self._freed_bytes)
         return metrics

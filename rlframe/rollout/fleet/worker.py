@@ -18,7 +18,9 @@ from rlframe.cluster.cuda import check_cuda
 from rlframe.cluster.profiling.config import ProfileConfig
 from rlframe.cluster.worker import Worker
 from rlframe.models.config import ModelConfig
+from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
+from rlframe.rollout.base.speculative import Drafts
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils import garbage
@@ -51,6 +53,8 @@ class RolloutSetup:
     """The run's seed. It decides every sampled token, and the weights of a model with random_init."""
     with_routes: bool = False
     """Whether completions carry their routed experts."""
+    adapter: EngineAdapter | None = None
+    """Adapters that the engines compute with. None: their weights are the whole policy."""
     profile: "EngineProfile | None" = None
     """The profiles of the engines. None profiles none."""
 
@@ -134,6 +138,10 @@ class EngineWorker(ScoringWorker, Protocol):
         """See RolloutEngine.is_alive."""
         ...
 
+    def drafts(self) -> Drafts:
+        """Returns what became of drafts since the last call."""
+        ...
+
     def sleep(self) -> Slept:
         """See RolloutEngine.sleep. Does nothing if the engine sleeps already."""
         ...
@@ -173,6 +181,7 @@ class RolloutWorker(Worker, EngineWorker):
         self._num_running = 0
         self._num_ranks = setup.rollout.devices_per_engine
         self._asleep = False
+        self._drafts = Drafts()
         config, profile = setup.rollout, setup.profile
         if profile and self.rank in profile.config.engines:
             config = config.profiled(profile.config, f"{profile.folder}/engines_{self.rank}")
@@ -183,6 +192,7 @@ class RolloutWorker(Worker, EngineWorker):
             device="cuda" if cuda else "cpu",
             random_seed=setup.seed if setup.model.random_init else None,
             with_routes=setup.with_routes,
+            adapter=setup.adapter,
         )
         garbage.release()
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
@@ -278,6 +288,13 @@ class RolloutWorker(Worker, EngineWorker):
     def is_alive(self) -> bool:
         """See RolloutEngine.is_alive."""
         return self.engine.is_alive()
+
+    @ray.method(concurrency_group=SIGNALS)
+    def drafts(self) -> Drafts:
+        """See EngineWorker."""
+        found = self.engine.drafts()
+        new, self._drafts = found - self._drafts, found
+        return new
 
     def sleep(self) -> Slept:
         """See RolloutEngine.sleep. Does nothing if the engine sleeps already."""

@@ -101,6 +101,18 @@ class ServedConfig(RolloutConfig):
                 stated=True,
             )
 
+    def speculative_faults(self, *, cuda: bool, shares_devices: bool) -> Iterator[Fault]:
+        """See RolloutConfig."""
+        assert self.speculative is not None, "rules about it are asked for if it is set"
+        if self.speculative.has_weights and cuda and shares_devices and self.sleep_level == 2:
+            yield Fault(
+                "rollout.sleep_level",
+                f"must be 0 or 1 with rollout.speculative.method={self.speculative.method}",
+                got=self.sleep_level,
+                why="2 drops the weights of drafts too, and no weight sync brings them back",
+                hint="use 1, which keeps them in host memory",
+            )
+
     def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """See RolloutConfig. Stop strings are matched here and end in an abort, but engines return routed experts only
         for requests that finish on their own."""

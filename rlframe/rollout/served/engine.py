@@ -14,7 +14,7 @@ from rlframe.models import tokenizer
 from rlframe.rollout.base.config import CacheAfterSync
 from rlframe.rollout.base.engine import RolloutEngine, check_names
 from rlframe.rollout.base.gate import VersionGate
-from rlframe.rollout.served.pending import PendingRequest, stop_tokens
+from rlframe.rollout.served.pending import PendingRequest
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest
 
@@ -38,7 +38,7 @@ class ServedEngine(RolloutEngine):
         self.folder = folder
         self.gate = VersionGate()
         self.tokenizer = tokenizer.load(folder)
-        self.stop_tokens = stop_tokens(folder, self.tokenizer)
+        self.stop_tokens = tokenizer.stop_token_ids(folder, self.tokenizer)
         self._cuda = cuda
         self._names = itertools.count()
         self._pending: dict[str, PendingRequest] = {}

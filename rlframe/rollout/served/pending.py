@@ -1,8 +1,6 @@
 """One request inside an engine: its tokens so far, their versions, and where a stop string ends it."""
 
-import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rlframe.cluster.watch.marks import mark
-from rlframe.models.tokenizer import end_token_of_config
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, versions_by_token
 from rlframe.utils.errors import RlframeError
@@ -114,14 +111,3 @@ def top_logprobs(ids: Tensor, nats: Tensor) -> TopLogprobs:
     # 0.
     rest = (1 - nats.double().exp().sum(1, keepdim=True)).clamp_min(torch.finfo(torch.float32).eps).log()
     return TopLogprobs(ids=ids.int(), logprobs=torch.cat([nats, rest], 1).float())
-
-
-def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:
-    """Returns the end-of-sequence tokens of the model's config, of its generation config and of its tokenizer."""
-    from transformers import GenerationConfig
-
-    stated = [end_token_of_config(folder), tokenizer.eos_token_id]
-    if (folder / "generation_config.json").is_file():
-        stated.append(GenerationConfig.from_pretrained(folder).eos_token_id)
-    ids = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in stated)
-    return sorted({token for token in ids if token is not None})

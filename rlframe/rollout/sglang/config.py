@@ -29,6 +29,7 @@ OWN_OPTIONS = frozenset(
         "sampling_backend",
         "sampling_defaults",
         "skip_tokenizer_init",
+        "speculative_algorithm",
         "tp_size",
         "trust_remote_code",
     }
@@ -50,6 +51,23 @@ class SglangConfig(ServedConfig):
         ServedConfig.__post_init__(self)
         if self.gpu_memory_utilization == 1:
             raise SettingError("gpu_memory_utilization", "must be below 1 for SGLang", got=self.gpu_memory_utilization)
+
+    def speculative_faults(self, *, cuda: bool, shares_devices: bool) -> Iterator[Fault]:  # noqa: ARG002 - the same on all
+        """See RolloutConfig."""
+        # SGLang 0.5.23: `eagle_sample` and `_verify_uses_greedy` of srt/speculative/eagle_utils.py.
+        why = (
+            "SGLang draws the tokens after a draft by kernels of its own, without min_tokens and a request's seed as "
+            "rlframe draws them"
+            if cuda
+            else "SGLang on a CPU takes the likeliest token after a draft, whatever the temperature"
+        )
+        yield Fault(
+            "rollout.speculative",
+            "must be null with rollout.name=sglang",
+            got="a section",
+            why=why,
+            hint="use rollout=vllm, or remove it",
+        )
 
     def faults(self, architecture: Architecture) -> Iterator[Fault]:
         """See RolloutConfig."""

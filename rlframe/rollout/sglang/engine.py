@@ -19,6 +19,7 @@ from rlframe.cluster.profiling.config import Tool
 from rlframe.cluster.profiling.request import Request
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.remote_code import is_trusted
+from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.engine import CACHE, WEIGHTS, ServedEngine, taken
 from rlframe.rollout.served.pending import PendingRequest
@@ -56,6 +57,7 @@ class SglangEngine(ServedEngine):
         device: str,
         random_seed: int | None = None,
         with_routes: bool = False,
+        adapter: EngineAdapter | None = None,
     ):
         """Starts SGLang's processes and loads the model through SGLang's own full path.
 
@@ -69,6 +71,7 @@ class SglangEngine(ServedEngine):
             ConfigError: `engine_options` holds an argument unknown to SGLang.
             EngineDied: SGLang did not start.
         """
+        assert adapter is None, "`config.adapter_faults` is checked with the configuration"
         super().__init__(config, folder=folder, cuda=device != "cpu")
         architecture = load_family(folder).architecture(read_config(folder))
         self.max_length = config.max_model_len or architecture.max_positions

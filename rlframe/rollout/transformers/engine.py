@@ -19,6 +19,7 @@ from torch import Tensor
 from rlframe.models import tokenizer, transformers_config
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
+from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine, check_names
 from rlframe.rollout.base.gate import VersionGate
@@ -89,6 +90,7 @@ class TransformersEngine(RolloutEngine):
         device: str,
         random_seed: int | None = None,
         with_routes: bool = False,
+        adapter: EngineAdapter | None = None,
     ):
         """Loads the model the way transformers itself loads it.
 
@@ -100,6 +102,7 @@ class TransformersEngine(RolloutEngine):
         Raises:
             ConfigError: the model has attention over a sliding window.
         """
+        assert adapter is None, "`config.adapter_faults` is checked with the configuration"
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, attend)

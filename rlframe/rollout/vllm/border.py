@@ -10,8 +10,12 @@ class Extension(Protocol):
     Arguments and results are pickled here, because vLLM's own serialisation supports little besides bytes.
     """
 
-    def rlframe_start(self) -> None:
-        """Prepares the rank. Must be called once, after the model is loaded."""
+    def rlframe_start(self, adapter: bytes) -> None:
+        """Prepares the rank. Must be called once, after the model is loaded.
+
+        Args:
+            adapter: the pickled EngineAdapter, or None.
+        """
         ...
 
     def rlframe_call(self, calls: list[bytes]) -> bytes:
@@ -36,6 +40,10 @@ class Extension(Protocol):
             Pickled: for each request its tokens and their logprobs, fewer if the record has not as many. Empty if
                 another rank has the record.
         """
+        ...
+
+    def rlframe_drafts(self) -> bytes:
+        """Returns, pickled, the Drafts of this rank since it started."""
         ...
 
     def rlframe_free_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Settings of vLLM."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -17,6 +17,7 @@ OWN_OPTIONS = frozenset(
         "distributed_executor_backend",
         "dtype",
         "enable_expert_parallel",
+        "enable_lora",
         "enable_prefix_caching",
         "enable_return_routed_experts",
         "enable_sleep_mode",
@@ -27,12 +28,15 @@ OWN_OPTIONS = frozenset(
         "load_format",
         "logprobs_mode",
         "max_logprobs",
+        "max_lora_rank",
+        "max_loras",
         "max_model_len",
         "max_num_seqs",
         "model",
         "model_loader_extra_config",
         "moe_backend",
         "skip_tokenizer_init",
+        "speculative_config",
         "stream_interval",
         "tensor_parallel_size",
         "trust_remote_code",
@@ -41,8 +45,17 @@ OWN_OPTIONS = frozenset(
 )
 """Engine arguments that users must not set: they have a setting of their own, or the engine's correctness depends on
 them."""
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Modules whose adapters rlframe writes into vLLM."""
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of the memory that vLLM keeps for an adapter (`MaxLoRARanks` of vLLM 0.32; 0.26 has them too)."""
 PROFILER_CONFIG = "profiler_config"
 """The engine argument about vLLM's own profiler."""
+
+
+def slot_rank(rank: int) -> int:
+    """Returns the rank of the memory in which vLLM keeps an adapter of `rank`."""
+    return next(each for each in SLOT_RANKS if each >= rank)
 
 
 class MoeBackend(StrEnum):
@@ -103,6 +116,32 @@ class VllmConfig(ServedConfig):
                 f"must be false for {architecture.model_type} on a CPU, where vLLM cannot keep the states of gated "
                 "delta nets",
                 got="true",
+            )
+
+    def adapter_faults(self, architecture: Architecture, tensors: Iterable[str], *, rank: int) -> Iterator[Fault]:
+        """See RolloutConfig."""
+        key = "weight_sync.lora"
+        if architecture.num_experts:
+            yield Fault(
+                key,
+                f"must be merged for {architecture.model_type}, which has experts",
+                got="adapter",
+                why="with LoRA vLLM runs experts by other kernels, whose memory rlframe does not write",
+            )
+        elif other := [name for name in tensors if name.split(".")[-2] not in ADAPTED]:
+            yield Fault(
+                key,
+                f"must be merged with adapters of {other[0]}",
+                got="adapter",
+                why=f"rlframe writes those of {', '.join(ADAPTED)} into vLLM",
+                hint="or leave it out by train.lora.exclude_modules",
+            )
+        if rank > SLOT_RANKS[-1]:
+            yield Fault(
+                "train.lora.rank",
+                f"must be at most {SLOT_RANKS[-1]} with {key}=adapter, which is vLLM's limit",
+                got=rank,
+                hint="or use merged",
             )
 
     def profile_faults(self, profile: ProfileConfig) -> Iterator[Fault]:

@@ -23,10 +23,13 @@ import torch
 
 from rlframe.cluster.profiling.request import Request
 from rlframe.models.hub import load_family, read_config
+from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.routes import Routers
+from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.served.engine import ServedEngine, taken
 from rlframe.rollout.served.pending import PendingRequest, top_logprobs
 from rlframe.rollout.served.profiles import collected
+from rlframe.rollout.vllm.adapter import lora_request
 from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
 from rlframe.rollout.vllm.fetch import Fetcher
@@ -76,6 +79,7 @@ class VllmEngine(ServedEngine):
         device: str,
         random_seed: int | None = None,
         with_routes: bool = False,
+        adapter: EngineAdapter | None = None,
     ):
         """Starts vLLM's processes and loads the model through vLLM's own full path.
 
@@ -84,6 +88,7 @@ class VllmEngine(ServedEngine):
             device: "cuda" or "cpu".
             random_seed: seed from which the weights are drawn; the folder then needs none.
             with_routes: completions carry their routed experts. Requests must have no stop strings.
+            adapter: adapters of every request, whose values weight sync brings.
 
         Raises:
             ConfigError: `engine_options` holds an argument unknown to vLLM.
@@ -107,12 +112,14 @@ class VllmEngine(ServedEngine):
             cuda=self._cuda,
             random_seed=random_seed,
             with_routes=with_routes,
+            adapter=adapter,
         )
+        self._lora = lora_request() if adapter is not None else None
         self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments, early), self._loop).result()
         self.max_length = self._engine.vllm_config.model_config.max_model_len
-        self._rpc(Extension.rlframe_start)
-        # Speculative decoding samples several tokens a step, by a sampler of its own.
-        records = self._engine.vllm_config.speculative_config is None
+        self._rpc(Extension.rlframe_start, pickle.dumps(adapter))
+        # A step that checks drafts has several tokens of a request; vLLM returns their logprobs itself.
+        records = config.speculative is None
         self._fetcher = Fetcher(partial(self._each_rank, Extension.rlframe_take)) if records else None
 
     def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
@@ -146,6 +153,7 @@ class VllmEngine(ServedEngine):
                 tokenizer=self.tokenizer,
                 fetcher=self._fetcher,
                 routers=self._routers,
+                lora=self._lora,
             )
             together.append(index)
             if len(together) == 1:
@@ -169,7 +177,7 @@ class VllmEngine(ServedEngine):
         async def one(sequence: ModelInput) -> Scored:
             if len(sequence) == 1:
                 return Scored(logprobs=[])
-            return await score(sequence, self._engine, name=self._name("score"), routers=routers)
+            return await score(sequence, self._engine, name=self._name("score"), routers=routers, lora=self._lora)
 
         return list(await asyncio.gather(*map(one, sequences)))
 
@@ -181,9 +189,12 @@ class VllmEngine(ServedEngine):
         async def one(sequence: ModelInput) -> TopLogprobs:
             if len(sequence) == 1:
                 return top_logprobs(torch.zeros(0, k), torch.zeros(0, k))
-            return await top(sequence, self._engine, name=self._name("score"), k=k)
+            return await top(sequence, self._engine, name=self._name("score"), k=k, lora=self._lora)
 
         return list(await asyncio.gather(*map(one, sequences)))
+
+    def drafts(self) -> Drafts:
+        return max(map(pickle.loads, self._rpc(Extension.rlframe_drafts)), key=lambda each: each.num_checks)
 
     def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
         assert len(calls) == self.config.tp, f"expected one call for each of {self.config.tp} ranks, got {len(calls)}"

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 
 import torch
 
-from rlframe.models.hub import read_config
+from rlframe.models.config import ModelConfig
+from rlframe.models.hub import read_config, resolve
 from rlframe.models.remote_code import runs_config
+from rlframe.rollout.base.adapter import EngineAdapter
+from rlframe.rollout.base.speculative import SpeculativeConfig, SpeculativeMethod
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.served.plain import is_quantized, plain_config
-from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.config import VllmConfig, slot_rank
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.early_process import EarlyProcess
 from rlframe.utils.errors import ConfigError
@@ -64,6 +68,7 @@ def engine_arguments(
     cuda: bool,
     random_seed: int | None,
     with_routes: bool = False,
+    adapter: EngineAdapter | None = None,
 ) -> Any:
     """Returns vLLM's AsyncEngineArgs.
 
@@ -72,6 +77,8 @@ def engine_arguments(
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    loader = {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling())}
+    loader |= {"as_loaded": adapter is not None and not cuda}
     options: dict[str, Any] = {
         "model": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
@@ -94,7 +101,7 @@ def engine_arguments(
         # One token an output, so that a stop string is seen at the token that completes it.
         "stream_interval": 1,
         "load_format": "rlframe",
-        "model_loader_extra_config": {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling())},
+        "model_loader_extra_config": loader,
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
         "enable_return_routed_experts": with_routes,
@@ -106,16 +113,46 @@ def engine_arguments(
     else:
         # vLLM 0.32 rewinds the random generator after a partial prefill; CPU generators cannot, and the core dies.
         options |= {"enable_chunked_prefill": False}
-    options |= memory_options(config, cuda=cuda)
-    known = {each.name for each in fields(AsyncEngineArgs)}
-    if unknown := sorted(config.engine_options.keys() - known):
-        raise ConfigError(
-            [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
-        )
-    options |= config.engine_options
+    _require_known(config.engine_options, AsyncEngineArgs)
+    options |= adapter_options(adapter) | speculative_options(config.speculative, tp=config.tp)
+    options |= memory_options(config, cuda=cuda) | config.engine_options
     if is_quantized(folder):
         options["hf_overrides"] = partial(plain_config, overrides=options.get("hf_overrides") or {})
     return AsyncEngineArgs(**options)
+
+
+def _require_known(options: Mapping[str, Any], arguments: Any) -> None:
+    """Raises ConfigError if vLLM's class of arguments lacks some of the `options`."""
+    known = {each.name for each in fields(arguments)}
+    if unknown := sorted(options.keys() - known):
+        raise ConfigError(
+            [Fault("rollout.engine_options", said=f"this vLLM has no engine argument {name}") for name in unknown]
+        )
+
+
+def adapter_options(adapter: EngineAdapter | None) -> dict[str, Any]:
+    """Returns the engine arguments about adapters: one slot, of the policy."""
+    if adapter is None:
+        return {}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(adapter.rank)}
+
+
+def speculative_options(config: SpeculativeConfig | None, *, tp: int) -> dict[str, Any]:
+    """Returns the engine arguments about speculative decoding. Drafts are greedy, which is vLLM's default."""
+    if config is None:
+        return {}
+    options: dict[str, Any] = {"method": config.method.value, "num_speculative_tokens": config.num_tokens}
+    if config.method is SpeculativeMethod.NGRAM:
+        options |= {"prompt_lookup_min": config.min_match_tokens, "prompt_lookup_max": config.max_match_tokens}
+    elif config.method is SpeculativeMethod.DRAFT_MODEL:
+        assert config.model is not None, "the draft model is checked with the configuration"
+        options |= {
+            "model": str(resolve(ModelConfig(path=config.model), key="rollout.speculative.model")),
+            "draft_tensor_parallel_size": tp,
+        }
+    # All but MTP run in model runner V1, whose check of drafts waits for the device and counts a request's tokens.
+    scheduling = {} if config.method is SpeculativeMethod.MTP else {"async_scheduling": False}
+    return {"speculative_config": options} | scheduling
 
 
 def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ async def follow(
     tokenizer: Any,
     fetcher: Fetcher | None = None,
     routers: Routers | None = None,
+    lora: Any = None,
 ) -> None:
     """Samples until the request ends; `pending` then holds the whole response.
 
@@ -31,13 +32,15 @@ async def follow(
         stop_tokens: end-of-sequence tokens.
         fetcher: fetches the logprobs. None if vLLM returns them itself.
         routers: routers of the model, if the engine returns routed experts.
+        lora: vLLM's LoRARequest, if the engine computes with adapters.
     """
     while pending.finish_reason is None:
         # Once more if `begin_again` has moved the request to another epoch.
         epoch = pending.epoch
         with fetcher.record(f"{pending.name} {epoch}") if fetcher else nullcontext() as record:
             parameters = sampling_parameters(pending.request, stop_tokens=stop_tokens, record=record)
-            outputs = engine.generate(prompt(pending.request.input, epoch=epoch), parameters, pending.name)
+            inputs = prompt(pending.request.input, epoch=epoch)
+            outputs = engine.generate(inputs, parameters, pending.name, lora_request=lora)
             output = await last_output(pending, outputs, epoch=epoch, tokenizer=tokenizer)
             if fetcher and record and pending.finish_reason is not None:
                 pending.logprobs = (await fetcher.logprobs(record, pending.token_ids)).tolist()
@@ -120,13 +123,16 @@ def scoring_parameters(top_k: int) -> Any:
     )
 
 
-async def score(sequence: ModelInput, engine: Any, *, name: str, routers: Routers | None = None) -> Scored:
+async def score(
+    sequence: ModelInput, engine: Any, *, name: str, routers: Routers | None = None, lora: Any = None
+) -> Scored:
     """Returns the nats of each token but the first, under log_softmax(logits).
 
     Args:
         routers: routers of the model, if the experts of the same pass are wanted.
+        lora: vLLM's LoRARequest, if the engine computes with adapters.
     """
-    output = await scored(sequence, engine, name=name, top_k=0)
+    output = await scored(sequence, engine, name=name, top_k=0, lora=lora)
     flat = output.prompt_logprobs
     assert flat.token_ids == sequence.token_ids[1:].tolist(), "prompt logprobs are of the prompt's tokens"
     routes = None
@@ -137,9 +143,9 @@ async def score(sequence: ModelInput, engine: Any, *, name: str, routers: Router
     return Scored(logprobs=list(flat.logprobs), routes=routes)
 
 
-async def top(sequence: ModelInput, engine: Any, *, name: str, k: int) -> TopLogprobs:
+async def top(sequence: ModelInput, engine: Any, *, name: str, k: int, lora: Any = None) -> TopLogprobs:
     """Returns the k most likely tokens in the place of each token but the first."""
-    flat = (await scored(sequence, engine, name=name, top_k=k)).prompt_logprobs
+    flat = (await scored(sequence, engine, name=name, top_k=k, lora=lora)).prompt_logprobs
     # At each place the prompt's own token comes first, whatever its probability.
     ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, k + 1)
     assert ids[:, 0].tolist() == sequence.token_ids[1:].tolist(), "prompt logprobs are of the prompt's tokens"
@@ -147,10 +153,11 @@ async def top(sequence: ModelInput, engine: Any, *, name: str, k: int) -> TopLog
     return top_logprobs(ids[:, 1:], nats)
 
 
-async def scored(sequence: ModelInput, engine: Any, *, name: str, top_k: int) -> Any:
+async def scored(sequence: ModelInput, engine: Any, *, name: str, top_k: int, lora: Any = None) -> Any:
     """Returns vLLM's output for a prompt, whose FlatLogprobs are of each token but the first, each followed by the
     `top_k` most likely tokens in its place."""
-    outputs = engine.generate({"prompt_token_ids": sequence.token_ids.tolist()}, scoring_parameters(top_k), name)
+    inputs = {"prompt_token_ids": sequence.token_ids.tolist()}
+    outputs = engine.generate(inputs, scoring_parameters(top_k), name, lora_request=lora)
     async with aclosing(outputs):
         async for output in outputs:
             return output

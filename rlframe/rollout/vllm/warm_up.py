@@ -11,7 +11,8 @@ def warm_up_values(sampling: SamplingParams) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "min_tokens": sampling.min_tokens,
+        # Whether there is a least length decides, not how many tokens it is: vLLM's own limit of a warm-up is 16.
+        "min_tokens": min(sampling.min_tokens, 1),
         "seed": 0,
         "logprobs": 0,
         "prompt_logprobs": 0,

@@ -18,12 +18,17 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from rlframe.rollout.base.adapter import EngineAdapter
+from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.served.plain import dequantized_weights, is_quantized
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
+from rlframe.rollout.vllm import verify
+from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
 from rlframe.rollout.vllm.sampler import install
 from rlframe.rollout.vllm.warm_up import warm_up_with
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
+from rlframe.weight_sync.adapted import AdaptedDestination
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout.memory import MemoryLayout
@@ -32,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 LOAD_FORMAT = "rlframe"
 """Value of vLLM's `load_format` that selects `RecordingLoader`."""
+DRAFT = "draft"
+"""vLLM's `runner_type` of a model that only drafts."""
 NOTES = "rlframe_notes"
 """Attribute of the loaded model that holds its `LoadNotes`."""
 
@@ -41,8 +48,8 @@ class RecordingLoader(DefaultModelLoader):
     """Loads safetensors with vLLM's own loader and records where every tensor lands; loads random weights, and what
     quantised ones stand for, on the same path.
 
-    `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`; and
-    `warm_up`, for `warm_up_with`.
+    `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`; `warm_up`,
+    for `warm_up_with`; and `as_loaded`, for `keep_as_loaded`.
     """
 
     def __init__(self, load_config: Any):
@@ -50,6 +57,8 @@ class RecordingLoader(DefaultModelLoader):
         settings = dict(load_config.model_loader_extra_config)
         self._random_seed: int | None = settings.pop("random_seed", None)
         self._warm_up: dict[str, Any] | None = settings.pop("warm_up", None)
+        if settings.pop("as_loaded", False):
+            keep_as_loaded()
         load_config.model_loader_extra_config = settings
         load_config.load_format = "safetensors"
         super().__init__(load_config)
@@ -59,9 +68,14 @@ class RecordingLoader(DefaultModelLoader):
         self._record_s = 0.0
         self._places: dict[str, tuple] = {}
 
-    def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model, loaded and post-processed by vLLM, with its `LoadNotes`."""
-        model = super().load_model(*args, **kwargs)
+    def load_model(self, vllm_config: Any, model_config: Any, **kwargs: Any) -> Any:
+        """Returns the model, loaded and post-processed by vLLM, with its `LoadNotes`. Weights of drafts, which no sync
+        changes, are loaded by vLLM alone."""
+        if model_config.runner_type == DRAFT:
+            return DefaultModelLoader(self.load_config).load_model(
+                vllm_config=vllm_config, model_config=model_config, **kwargs
+            )
+        model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
         if self._layout is not None and (changed := moved(self._places, places(model), engine="vLLM")):
             self._layout, self._refusal = None, changed
         notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
@@ -96,6 +110,17 @@ class RecordingLoader(DefaultModelLoader):
             return
         device = str(next(model.parameters()).device)
         yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
+
+
+def keep_as_loaded() -> None:
+    """Makes linear layers of a CPU keep their weights as loaded, so that their memory can be proved. They are then
+    torch's products, without vLLM's packed copies."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    assert hasattr(_custom_ops, "_supports_onednn") and hasattr(utils, "check_cpu_sgl_kernel"), "vLLM 0.26 to 0.32"
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 def record_vllm_model(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> tuple[MemoryLayout | None, str]:
@@ -223,21 +248,46 @@ class RankExtension:
     model_runner: Any
     vllm_config: Any
 
-    def rlframe_start(self) -> None:
-        """Prepares the rank. Must be called once, after the model is loaded."""
+    def rlframe_start(self, adapter: bytes) -> None:
+        """See Extension."""
         self.rlframe_record = install(self.model_runner)
+        self.rlframe_checker = verify.install(self.model_runner)
         model = self.model_runner.get_model()
         notes: LoadNotes = getattr(model, NOTES)
         self.rlframe_reload = LayerwiseReload(model, self.vllm_config, notes)
+        # Modules that vLLM has wrapped for adapters hold what they were as `base_layer`.
+        parameters = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
         self.rlframe_destination = WeightDestination(
             notes.layout,
-            dict(model.named_parameters()),
+            parameters,
             tensors=notes.tensors,
             dtype=self.vllm_config.model_config.dtype,
             device=self.device,
             refusal=notes.refusal,
             reload=self.rlframe_reload,
             record_s=notes.record_s,
+        )
+        if (asked := pickle.loads(adapter)) is not None:
+            self.rlframe_destination = self._adapted(self.rlframe_destination, asked)
+
+    def _adapted(self, base: WeightDestination, adapter: EngineAdapter) -> AdaptedDestination:
+        """Gives vLLM's only adapter slot to the policy, and returns the end for both."""
+        manager = occupy(self.model_runner.lora_manager, rank=adapter.rank)
+        memory, started = adapter_memory(manager), time.perf_counter()
+        layout, refusal = None, ""
+        try:
+            layout = adapter_layout(manager, memory, adapter)
+        except WeightSyncFailed as error:
+            refusal = f"cannot hold the adapters: {error}"
+        return AdaptedDestination(
+            base,
+            layout=layout,
+            parameters=memory,
+            tensors=adapter.tensors,
+            dtype=self.vllm_config.model_config.dtype,
+            device=self.device,
+            refusal=refusal,
+            record_s=time.perf_counter() - started,
         )
 
     def rlframe_call(self, calls: list[bytes]) -> bytes:
@@ -262,6 +312,10 @@ class RankExtension:
         if record is None or (has_all and self.rank % parallel.tensor_parallel_size):
             return pickle.dumps([])
         return pickle.dumps([record.take(key, count) for key, count in wanted])
+
+    def rlframe_drafts(self) -> bytes:
+        """See Extension."""
+        return pickle.dumps(Drafts() if self.rlframe_checker is None else self.rlframe_checker.drafts())
 
     def rlframe_free_bytes(self) -> int:
         """Returns the bytes of this rank's device that no process uses."""

@@ -7,6 +7,7 @@ from typing import Any
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.config import Device
 from rlframe.run.check import (
+    adapters,
     alerts,
     batch,
     cluster,
@@ -24,6 +25,8 @@ from rlframe.run.check import (
     replay,
     reward,
     routes,
+    sharing,
+    speculative,
     teacher,
     train,
 )
@@ -136,6 +139,7 @@ def check_training(run: RunConfig) -> Iterator[Fault]:
     if architecture:
         yield from algorithm_of(run).faults(hidden_size=architecture.hidden_size)
         yield from train.model_faults(run.train, architecture)
+    yield from sharing.faults(run.train, algorithm_of(run), architecture, name=run.algorithm.name)
     yield from train.expert_faults(run.train, online=online(run))
     yield from train.adapter_faults(run.train)
 
@@ -150,6 +154,12 @@ def check_exact(run: RunConfig) -> Iterator[Fault]:
     """Checks that engines and trainer can agree exactly, if they must."""
     if online(run) and (device := device_of(run)) is not Device.AUTO:
         yield from exact.faults(run, cuda=device is Device.CUDA)
+
+
+def check_speculative(run: RunConfig) -> Iterator[Fault]:
+    """Checks that engines can decode speculatively, if they must."""
+    if online(run) and (device := device_of(run)) is not Device.AUTO:
+        yield from speculative.faults(run, cuda=device is Device.CUDA)
 
 
 def check_critic(run: RunConfig) -> Iterator[Fault]:
@@ -227,9 +237,11 @@ TOPICS = {
     alerts.faults: {"alerts", "algorithm"},
     batch.optimizer: {"train"},
     model.lora: {"model", "train"},
+    adapters.faults: {"model", "train", "rollout", "weight_sync", "cluster", "algorithm", "mode"},
     check_training: {"model", "train", "cluster", "algorithm"},
     check_routes: {"train", "rollout", "cluster", "algorithm"},
     check_exact: {"train", "rollout", "cluster", "algorithm"},
+    check_speculative: {"train", "rollout", "cluster", "algorithm", "model"},
     devices.sleep: {"train", "critic", "cluster", "algorithm"},
     check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     loop.evaluation: {"data", "evaluation"},
@@ -300,6 +312,7 @@ WITHOUT_TRAINING = frozenset(
         loop.environment,
         batch.tokens,
         check_exact,
+        check_speculative,
         check_reward,
         check_reward_model,
         check_judge,
@@ -318,6 +331,7 @@ OF_DEVICE = (
     check_training,
     check_routes,
     check_exact,
+    check_speculative,
     check_critic,
     profile.device,
     *(need.faults for need in effect.NEEDS if "cluster" in need.beside),

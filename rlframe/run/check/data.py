@@ -174,7 +174,7 @@ def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_promp
 def _stop_faults(run: RunConfig, folder: Path, end: str) -> Iterator[Fault]:
     """Rejects a chat template that ends turns where engines do not stop."""
     tokens = tokenizer.load(folder)
-    stopping = {str(tokens.convert_ids_to_tokens(token)) for token in tokenizer.stop_token_ids(folder)}
+    stopping = {str(tokens.convert_ids_to_tokens(token)) for token in tokenizer.stop_token_ids(folder, tokens)}
     if not end or end in stopping or end in run.rollout.stop:
         return
     yield Fault(

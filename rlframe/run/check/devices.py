@@ -6,6 +6,7 @@ import torch
 
 from rlframe.cluster.config import Device
 from rlframe.rollout.base.config import CacheAfterSync
+from rlframe.rollout.base.speculative import SpeculativeMethod
 from rlframe.run.check import critic as check_critic
 from rlframe.run.check import teacher as check_teacher
 from rlframe.run.check import train as check_train
@@ -94,6 +95,15 @@ def packages(run: RunConfig) -> Iterator[Fault]:
             got=engine,
             why=f'pip install "rlframe[{engine}]"',
             stated=True,
+        )
+    speculative = run.rollout.speculative
+    drafts_here = needed and not run.cluster.joins and speculative and speculative.method is SpeculativeMethod.NGRAM
+    if drafts_here and not missing(engine) and missing("numba"):
+        yield Fault(
+            "rollout.speculative.method",
+            "needs the package numba, with which vLLM finds n-grams",
+            got="ngram",
+            hint="pip install numba",
         )
     loggers = {
         "logging.wandb_project": "wandb",

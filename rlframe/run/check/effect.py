@@ -12,10 +12,12 @@ from rlframe.cluster.config import Device
 from rlframe.environments.base import answers
 from rlframe.loops.alerts.config import ONLINE
 from rlframe.megatron.config.optimizer import Schedule
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub
 from rlframe.rollout.served.config import ServedConfig
-from rlframe.run.check.context import device_of, evaluates, online, samples
+from rlframe.run.check.context import algorithm_of, device_of, evaluates, online, samples
 from rlframe.run.config import Mode, RunConfig
+from rlframe.types.results import Output
 from rlframe.utils.faults import Fault
 
 
@@ -114,11 +116,23 @@ NEEDS = (
         "transport={weight_sync.transport}",
     ),
     Need(("profile",), lambda run: not run.profile.steps, "profile.steps=[]"),
+    Need(("checkpoint.read_back",), lambda run: not run.checkpoint.verify, "verify=false"),
     Need(("checkpoint.best_mode",), lambda run: run.checkpoint.keep_best == 0, "keep_best=0"),
     Need(
         ("checkpoint.export_dtype", "checkpoint.export_shard_gb"),
         lambda run: not run.checkpoint.export and run.checkpoint.export_every_steps == 0,
         "export=false and export_every_steps=0",
+    ),
+    Need(
+        ("train.context_parallel",),
+        lambda run: Parallel.parse(run.train.parallel).cp == 1,
+        "train.parallel={train.parallel}, where no two ranks share a sequence",
+    ),
+    Need(
+        ("train.logits_chunk_tokens",),
+        lambda run: algorithm_of(run).output is not Output.TOKENS,
+        "algorithm.name={algorithm.name}, whose loss reads more than logprobs and entropies",
+        ("algorithm",),
     ),
     Need(
         ("train.optimizer.min_lr", "train.optimizer.decay_steps"),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rlframe.cluster.config import Device, Preflight
+from rlframe.loops.config import Asynchronous
 from rlframe.run.check.context import algorithm_of, device_of
 from rlframe.run.config import RunConfig
 from rlframe.run.preflight.advice import advise, faults_of
@@ -25,6 +26,7 @@ def faults(run: RunConfig) -> Iterator[Fault]:
         found = plan(run, algorithm_of(run), accelerator)
         if not faults_of(found):
             yield from (device_faults if found.cuda else host_faults)(found)
+            yield from copy_faults(found)
     except (ConfigError, CheckpointError):
         # The topics about the models say why.
         return
@@ -57,6 +59,20 @@ def device_faults(found: Plan) -> Iterator[Fault]:
             why=f"they take {found.engine.sequence_bytes / 1e9:.2f} GB of each device and the weights "
             f"{found.engine.weights_bytes / 1e9:.1f}",
             hint=hint,
+        )
+
+
+def copy_faults(found: Plan) -> Iterator[Fault]:
+    """Yields a fault if a copy of the training state is wanted that this machine has no memory for."""
+    asked, memory = found.run.checkpoint.asynchronous, host().memory_bytes
+    held = found.host_bytes + (0.0 if found.cuda else found.resident_bytes)
+    if asked is Asynchronous.TRUE and held + found.checkpoint_copy_bytes > memory:
+        yield Fault(
+            "checkpoint.asynchronous",
+            "must be auto or false",
+            got=asked.value,
+            why=f"a copy of the training state takes {found.checkpoint_copy_bytes / 1e9:.1f} GB beside "
+            f"{held / 1e9:.1f} GB, and this machine has {memory / 1e9:.1f} GB of memory",
         )
 
 

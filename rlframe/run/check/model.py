@@ -39,22 +39,26 @@ def files(run: RunConfig) -> list[Fault]:
     if run.model.trust_remote_code and not remote_code.named(hub.resolve(run.model)):
         why = f"neither config.json nor tokenizer_config.json of {run.model.path} names code in its auto_map"
         return [Fault(remote_code.KEY, "has no effect", got=True, why=why, hint="remove it")]
-    return file_faults(run.model, architecture, num_outputs=architecture.num_outputs, key="model.path")
+    outputs, mtp = architecture.num_outputs, run.train.mtp.keeps
+    return file_faults(run.model, architecture, num_outputs=outputs, key="model.path", with_mtp=mtp)
 
 
-def file_faults(model: ModelConfig, architecture: Architecture, *, num_outputs: int | None, key: str) -> list[Fault]:
+def file_faults(
+    model: ModelConfig, architecture: Architecture, *, num_outputs: int | None, key: str, with_mtp: bool = False
+) -> list[Fault]:
     """Returns the faults of the files of a model whose config.json was read successfully.
 
     Args:
         num_outputs: number of outputs of its head, as in `Architecture`.
         key: dotted key of its path, for the messages.
+        with_mtp: see `inspection.model_faults`.
     """
     folder = hub.resolve(model)
     found: list[str] = []
     try:
         found += tokenizer.faults(folder, vocab_size=architecture.vocab_size)
         if not model.random_init:
-            found += inspection.model_faults(folder, num_outputs=num_outputs)
+            found += inspection.model_faults(folder, num_outputs=num_outputs, with_mtp=with_mtp)
     except CheckpointError as error:
         found.append(str(error))
     return [Fault(key, said=fault) for fault in found]
@@ -65,7 +69,8 @@ def parallel(run: RunConfig) -> Iterator[Fault]:
     architecture, _ = architecture_of(run)
     parallel = Parallel.parse(run.train.parallel)
     if architecture:
-        yield from shards.faults(architecture, **asdict(parallel))
+        communication = run.train.context_parallel.communication
+        yield from shards.faults(architecture, **asdict(parallel), communication=communication)
 
 
 def lora(run: RunConfig) -> Iterator[Fault]:
@@ -83,6 +88,14 @@ def lora(run: RunConfig) -> Iterator[Fault]:
         {name: len(shape) for name, shape in tensors.items()},
         vocabulary_fits=architecture.vocab_size % parallel.tp == 0,
     )
+    heads = [name for name in tensors if homes[name].endswith("output_layer.weight")]
+    if run.train.logits_chunk_tokens and any(lora.adapts(name, homes[name], dimensions=2) for name in heads):
+        yield Fault(
+            "train.logits_chunk_tokens",
+            f"must be null with an adapter of {heads[0]}, which adds to all logits at once",
+            got=run.train.logits_chunk_tokens,
+            hint="or put lm_head into train.lora.exclude_modules",
+        )
     joined = [name for name in tensors if name.endswith(JOINED) and lora.adapts(name, homes[name], dimensions=2)]
     if joined and parallel.tp > 1:
         yield Fault(

@@ -11,7 +11,7 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
-from rlframe.run.check import vocabulary
+from rlframe.run.check import sharing, vocabulary
 from rlframe.run.check.context import longest_rollout
 from rlframe.run.check.model import file_faults
 from rlframe.run.config import RunConfig
@@ -63,6 +63,8 @@ def faults(run: RunConfig, algorithm: Algorithm) -> Iterator[Fault]:
         yield Fault("teacher.path", said=error)
         return
     yield from _layout_faults(run, architecture)
+    if run.train.share_prompts and run.teacher.placement is not TeacherPlacement.ENGINE:
+        yield from sharing.architecture_faults(architecture, model="teacher.path")
     yield from _capacity_faults(run, algorithm, architecture)
     yield from file_faults(run.teacher.model, architecture, num_outputs=None, key="teacher.path")
     whole = algorithm.output is Output.DIVERGENCE
@@ -209,7 +211,8 @@ def _layout_faults(run: RunConfig, architecture: Architecture) -> Iterator[Fault
     if layout is None and not architecture.num_experts:
         # A dense teacher has no part on ranks that only hold experts of the policy.
         axes |= {"ep": 1, "etp": 1}
-    for fault in shards.faults(architecture, **axes):
+    communication = run.train.context_parallel.communication
+    for fault in shards.faults(architecture, **axes, communication=communication):
         yield fault.moved({"train.parallel": key}).noted(f"(of the teacher {run.teacher.path})")
 
 

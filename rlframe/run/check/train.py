@@ -19,6 +19,8 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.families.base import Architecture
 from rlframe.utils.faults import Fault, shown
 
+MTP = "train.mtp.mode"
+
 
 def device_faults(train: TrainConfig, *, cuda: bool) -> Iterator[Fault]:
     """Rejects options that need a CUDA device on a machine without one."""
@@ -34,6 +36,7 @@ def device_faults(train: TrainConfig, *, cuda: bool) -> Iterator[Fault]:
         return
     needing = {
         "train.fp8.recipe": (train.fp8.recipe, Fp8Recipe.OFF),
+        "train.offload_activations": (train.offload_activations, False),
         "train.optimizer.precision_aware": (train.optimizer.precision_aware, False),
         "train.optimizer.cpu_offload_fraction": (train.optimizer.cpu_offload_fraction, 0.0),
     }
@@ -59,6 +62,7 @@ def device_faults(train: TrainConfig, *, cuda: bool) -> Iterator[Fault]:
 def model_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fault]:
     """Rejects options that have no effect on the model, or that do not fit its sizes."""
     parallel = Parallel.parse(train.parallel)
+    yield from mtp_faults(train, architecture)
     if not architecture.num_experts:
         yield from _dense_faults(train, architecture)
     elif train.moe.bias_update_rate and not (architecture.sigmoid_router and architecture.router_bias):
@@ -88,6 +92,36 @@ def model_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fau
                     hint="use another recipe or layout, or off",
                     stated=True,
                 )
+
+
+def mtp_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fault]:
+    """Rejects a use of the head for multi-token prediction that the model or the layout does not allow."""
+    mtp, pp = train.mtp, Parallel.parse(train.parallel).pp
+    if not mtp.keeps:
+        return
+    if architecture.num_outputs is not None:
+        yield Fault(MTP, "has no effect on a model that does not predict tokens", got=mtp.mode, hint="remove it")
+    elif not architecture.mtp_layers:
+        why = f"config.json of {architecture.model_type} promises no layer for multi-token prediction"
+        yield Fault(MTP, "must be drop", got=mtp.mode, why=why, hint="remove it")
+    elif architecture.mtp_layers > 1:
+        why = f"config.json promises {architecture.mtp_layers} layers for multi-token prediction, rlframe has one"
+        yield Fault(MTP, "must be drop", got=mtp.mode, why=why, hint="remove it")
+    if mtp.trains and pp > 1:
+        yield Fault(
+            MTP,
+            f"must be drop or keep with pp {pp}",
+            got=mtp.mode,
+            why="the head lies on the last stage and reads the embedding, which lies on the first",
+            hint="use tp, ep or cp instead of pp",
+        )
+    if mtp.trains and (others := [name for name in ("share_prompts", "logits_chunk_tokens") if getattr(train, name)]):
+        yield Fault(
+            MTP,
+            f"must be drop or keep with train.{others[0]}",
+            got=mtp.mode,
+            why="the head's loss reads the logits of whole sequences",
+        )
 
 
 def _dense_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fault]:

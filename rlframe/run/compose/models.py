@@ -32,10 +32,12 @@ from rlframe.rollout.fleet.frozen import FrozenEngines, JudgeEngines
 from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
+from rlframe.run.check.adapters import engine_adapter
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.profiling import engine_profile
 from rlframe.run.roles import teacher_engine
 from rlframe.run.teacher import TeacherPlacement
+from rlframe.weight_sync.config import LoraSync
 from rlframe.weight_sync.frozen import FrozenProof
 
 Group = TypeVar("Group", bound=RolloutGroup)
@@ -59,6 +61,7 @@ def policy(parts: Parts, placement: Placement, algorithm: Algorithm) -> PolicyGr
         reference_update=algorithm.reference_update,
         teacher=config.teacher.model if config.teacher and in_ranks else None,
         float32=required.online and config.rollout.logprobs is Logprobs.EXACT,
+        merges=config.weight_sync.lora is LoraSync.MERGED,
     )
     slots = placement.policy
     group = PolicyGroup(setup, algorithm, slots=slots, num_threads=parts.threads(len(slots)), **parts.limits())
@@ -176,7 +179,8 @@ def reward_model(parts: Parts, placement: Placement, phase: Phases) -> Scorer | 
         return None
     setup = RankSetup(
         model=ModelConfig(path=model.path, revision=model.revision),
-        train=forward_only(config.train, Parallel.parse(model.parallel)),
+        # What it scores may be in other tokens, and comes without groups.
+        train=replace(forward_only(config.train, Parallel.parse(model.parallel)), share_prompts=False),
         device=parts.device,
         num_outputs=1,
         timeout_s=config.cluster.phase_timeout_s,
@@ -259,7 +263,11 @@ def _engines(parts: Parts, placement: Placement, group: type[Group], slots: list
     config = parts.config
     setup = engine_setup(parts, config.rollout, config.model, with_routes=config.train.moe.router_replay)
     return group(
-        replace(setup, profile=engine_profile(parts) if group is RolloutGroup else None),
+        replace(
+            setup,
+            adapter=engine_adapter(config),
+            profile=engine_profile(parts) if group is RolloutGroup else None,
+        ),
         slots=slots,
         num_threads=parts.threads(len(placement.engines)),
         **parts.limits(),

@@ -16,6 +16,7 @@ from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequence
 from rlframe.loops.resuming import first_version
 from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
+from rlframe.run.check.adapters import sends_adapters
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded
@@ -24,7 +25,8 @@ from rlframe.run.compose.sets import evaluation_sets
 from rlframe.run.compose.throughput import throughput
 from rlframe.run.compose.trained import Trained, trained
 from rlframe.run.config import RunConfig
-from rlframe.weight_sync.border import SourceGroup
+from rlframe.weight_sync.adapted import ADAPTERS, BASE
+from rlframe.weight_sync.adapters import AdapterSync
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.config import HoldIn
 
@@ -99,7 +101,7 @@ def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) ->
     models_trained.start(parts)
     if at_once:
         # While the engines start.
-        models_trained.policy.warm_up_sync()
+        models_trained.policy.warm_up_sync(ADAPTERS if sends_adapters(parts.config) else "")
     parts.start_up.done("policy")
     begin(engines)
     for group in engines:
@@ -124,10 +126,18 @@ def shared_gpu(parts: Parts) -> bool:
     return parts.device.type == "cuda" and parts.config.cluster.colocate
 
 
-def synced(parts: Parts, source: SourceGroup, engines: RolloutGroup) -> WeightSync:
-    """Returns the calibrated weight sync of started ranks and engines."""
+def synced(parts: Parts, policy: PolicyGroup, engines: RolloutGroup, *, channel: str = "") -> WeightSync:
+    """Returns the calibrated weight sync of started ranks and engines.
+
+    Args:
+        channel: name of the sync, for the policy's ranks.
+    """
     config = parts.config
-    weight_sync = WeightSync(source, engines, config.weight_sync)
+    if sends_adapters(config):
+        base, adapters = policy.channel(channel + BASE), policy.channel(channel + ADAPTERS)
+        weight_sync = AdapterSync(base, adapters, engines, config.weight_sync)
+    else:
+        weight_sync = WeightSync(policy.channel(channel), engines, config.weight_sync)
     weight_sync.connect()
     weight_sync.calibrate(version=first_version(config.checkpoint, parts.latest))
     return weight_sync
@@ -153,7 +163,7 @@ def evaluation(
     """
     if apart is None:
         return EvaluationBeside(attempts=attempts, sets=sets)
-    weight_sync = synced(parts, policy.channel(apart.role), apart)
+    weight_sync = synced(parts, policy, apart, channel=apart.role)
     apart.rejoin = partial(come_back, weight_sync)
     own = models.attempts(parts, apart, role="evaluation_runner")
     return EvaluationBeside(attempts=own, sets=sets, weight_sync=weight_sync)

@@ -35,6 +35,7 @@ from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.models import remote_code, tokenizer
 from rlframe.models.chat_template import Exported, text_of
 from rlframe.models.hub import resolve
+from rlframe.models.inspection import has_mtp
 from rlframe.run.check import check_device
 from rlframe.run.check.cluster import needs
 from rlframe.run.compose.nsys import under_nsys
@@ -55,6 +56,17 @@ def carry_code(folder: Path) -> None:
     for module in remote_code.modules():
         # Other processes have no such module until they load the tokenizer themselves.
         cloudpickle.register_pickle_by_value(module)
+
+
+def say_dropped_head(config: RunConfig, folder: Path) -> None:
+    """Logs that a head for multi-token prediction is dropped, if the model has one and is trained without it."""
+    if config.mode is Mode.TRAIN and not config.model.random_init and not config.train.mtp.keeps:
+        if has_mtp(folder):
+            logger.warning(
+                "train.mtp.mode=drop: the head for multi-token prediction of %s is not loaded, and exports will lack "
+                "it; with train.mtp.mode=keep it stays as it is, with train it is trained",
+                config.model.path,
+            )
 
 
 class Parts:
@@ -88,6 +100,7 @@ class Parts:
         self.tokenizer = tokenizer.load(folder, chat_template=config.data.chat_template)
         if config.model.trust_remote_code:
             carry_code(folder)
+        say_dropped_head(config, folder)
         self.num_nodes, self.num_cores = 1, len(os.sched_getaffinity(0))
         """Number of nodes of the run, and of CPU cores of the least of them. Known from `devices` on."""
         self.groups: list[RankGroup] = []

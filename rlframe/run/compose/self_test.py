@@ -23,8 +23,8 @@ from rlframe.loops.stop import Stop
 from rlframe.megatron.config.optimizer import Schedule
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models.hub import resolve
+from rlframe.models.tokenizer import stop_token_ids
 from rlframe.rollout.base.config import EngineDtype
-from rlframe.rollout.served.pending import stop_tokens
 from rlframe.run.compose.offline import offline
 from rlframe.run.compose.online import online, probe
 from rlframe.run.compose.parts import Parts
@@ -120,7 +120,7 @@ def facts(parts: Parts, algorithm: Algorithm) -> Facts:
         online=is_online,
         temperature=rollout.temperature if is_online else 1.0,
         filtered=rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_tokens > 0,
-        stop_tokens=stop_tokens(resolve(config.model), parts.tokenizer),
+        stop_tokens=stop_token_ids(resolve(config.model), parts.tokenizer),
         stop_strings=rollout.stop,
         float32=single,
         deterministic=train.deterministic or parts.device.type == "cpu",

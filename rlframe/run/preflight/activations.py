@@ -7,6 +7,7 @@ tests/multiprocess/megatron/test_saved_activations.py, those of CUDA with measur
 examples/benchmarks/results/preflight.md.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -213,6 +214,9 @@ class Activations:
     working: float
     """Bytes that recomputing the largest group of layers adds while their part of the backward pass runs. Without
     recomputation, those of one layer."""
+    on_host: float = 0.0
+    """Bytes that wait in host memory, of which `moved` arrive: pinned memory comes in powers of two."""
+    moved: float = 0.0
 
 
 def of_stage(
@@ -232,7 +236,12 @@ def of_stage(
     options = train.recompute_options
     if options.method is RecomputeMethod.UNIFORM:
         groups = -(-len(layers) // options.layers)
-        return Activations(kept=groups * boundary, working=options.layers * largest)
+        working = options.layers * largest
+        if train.offload_activations and cuda:
+            pinned = groups * 2 ** math.ceil(math.log2(max(1.0, boundary)))
+            # On its way to the host is the last input, and on the device the next.
+            return Activations(kept=2 * boundary, working=working, on_host=pinned, moved=groups * boundary)
+        return Activations(kept=groups * boundary, working=working)
     again = min(options.layers, len(layers))
     return Activations(kept=again * boundary + sum(whole[each] for each in kinds[again:]), working=largest)
 

@@ -5,18 +5,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlframe.megatron.config.optimizer import OptimizerName
-from rlframe.megatron.config.options import MomentDtype, Recompute, RecomputeConfig
+from rlframe.megatron.config.options import MomentDtype, Recompute, RecomputeConfig, RecomputeMethod
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models import shards
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.config import RunConfig
 from rlframe.run.preflight.plan import Plan, with_run
+from rlframe.types.results import Output
 from rlframe.utils.errors import SettingError
 from rlframe.utils.faults import Fault, shown
 
 LOWEST_UTILIZATION = 0.15
 """Least rollout.gpu_memory_utilization that is advised."""
+LONG = 16384
+"""Tokens of a sequence on a rank from which on settings for long sequences are advised. Of shorter ones, fewer in a
+micro-batch cost less."""
+CHUNK = 4096
+"""Value of train.logits_chunk_tokens that is advised."""
 ROUNDS = 3
 """Number of times that all proposals are gone through for a combination."""
 
@@ -101,7 +107,8 @@ def faults_of(plan: Plan) -> list[Fault]:
     """Returns the faults of the policy's layout and of the engine's split, without which nothing can be counted."""
     layout = plan.parallel
     sizes = {name: getattr(layout, name) for name in ("dp", "tp", "cp", "ep", "etp")}
-    found = shards.faults(plan.architecture, **sizes, **layout.stages)
+    communication = plan.run.train.context_parallel.communication
+    found = shards.faults(plan.architecture, **sizes, **layout.stages, communication=communication)
     return [*found, *plan.run.rollout.faults(plan.architecture)] if plan.engine else found
 
 
@@ -127,6 +134,26 @@ def recompute(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
     if run.train.recompute is not Recompute.FULL:
         train = replace(run.train, recompute=Recompute.FULL, recompute_options=RecomputeConfig())
         yield _train(run, "recompute", run.train.recompute, train)
+
+
+def layer_inputs(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Yields that the inputs of recomputed layers wait in host memory, where a sequence is long."""
+    train = run.train
+    uniform = train.recompute is Recompute.FULL and train.recompute_options.method is RecomputeMethod.UNIFORM
+    if plan.cuda and uniform and not train.offload_activations and longest_share(plan) >= LONG:
+        yield _train(run, "offload_activations", False, replace(train, offload_activations=True))
+
+
+def logits(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Yields that logits are computed by chunks, where a sequence is long."""
+    tokens = plan.algorithm.output is Output.TOKENS
+    if tokens and run.train.logits_chunk_tokens is None and longest_share(plan) >= LONG:
+        yield _train(run, "logits_chunk_tokens", None, replace(run.train, logits_chunk_tokens=CHUNK))
+
+
+def longest_share(plan: Plan) -> int:
+    """Returns the tokens that a rank has of the longest sequence."""
+    return -(-(plan.workload.prompt_tokens + plan.workload.longest_response) // plan.parallel.cp)
 
 
 def claim(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
@@ -174,9 +201,8 @@ def moments(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 
 def tokens(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
     """Yields smaller micro-batches, down to the longest sequence."""
-    old, cp = run.train.max_tokens_per_microbatch, plan.parallel.cp
-    longest = -(-(plan.workload.prompt_tokens + plan.workload.longest_response) // cp)
-    new = max(longest, old // 2)
+    old = run.train.max_tokens_per_microbatch
+    new = max(longest_share(plan), old // 2)
     if new < old:
         train = replace(run.train, max_tokens_per_microbatch=new)
         yield _train(run, "max_tokens_per_microbatch", old, train)
@@ -221,6 +247,8 @@ PROPOSALS: tuple[Proposal, ...] = (
     claim,
     recompute,
     tokens,
+    logits,
+    layer_inputs,
     moments,
     layout,
     engine_split,

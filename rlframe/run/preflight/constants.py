@@ -62,6 +62,8 @@ LAUNCHES_PER_EXPERT_SINGLY = 6.2
 REFERENCE_BANDWIDTH = 22e9
 """Bytes a second at which a rank exchanges its weights with the reference's in host memory, pinned: dpo_4b, 0.74 s for
 twice 8.04 GB."""
+HOST_BANDWIDTH = 55e9
+"""Bytes a second between pinned host memory and a device: copies measured on H200."""
 COLLECTIVE_EFFICIENCY = 0.52
 """All-to-all of tokens over the speed of a link, waits for the slowest rank included: qwen3_30b_a3b_ep2_cutlass, 325 ms
 for 66.5 GB."""

@@ -128,6 +128,11 @@ def _fits(plan: Plan, given: int | None) -> Iterator[str]:
         yield f"the run needs {plan.num_devices} devices, {more} the {given} given"
     if plan.host_bytes:
         yield f"each host must have {plan.host_bytes / GB:.0f} GB of memory for what waits or is updated there"
+    if plan.checkpoint_copy_bytes:
+        yield (
+            f"training goes on while a checkpoint is written where each host has {plan.checkpoint_copy_bytes / GB:.1f} "
+            "GB of memory for a copy (checkpoint.asynchronous)"
+        )
 
 
 def allocator_bytes(plan: Plan) -> float:
@@ -205,6 +210,7 @@ def facts(plan: Plan, faults: Iterable[Fault], layouts: Iterable[Layout]) -> dic
         "fits": plan.fits,
         "missing_bytes": plan.missing_bytes,
         "host_bytes": plan.host_bytes,
+        "checkpoint_copy_bytes": plan.checkpoint_copy_bytes,
         "seconds": plan.step_seconds,
         "layouts": [
             {

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rlframe.megatron.config.options import Recompute, RecomputeConfig, RecomputeMethod
+from rlframe.megatron.config.options import ContextParallelConfig, Recompute, RecomputeConfig, RecomputeMethod
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.rollout.base.config import RolloutConfig
@@ -120,6 +120,10 @@ def _trained(plan: Plan, parallel: Parallel) -> Iterator[TrainConfig]:
                 parallel=parallel,
                 recompute=recompute,
                 recompute_options=options,
+                offload_activations=plan.run.train.offload_activations
+                and options.method is RecomputeMethod.UNIFORM
+                and recompute is Recompute.FULL,
+                context_parallel=plan.run.train.context_parallel if parallel.cp > 1 else ContextParallelConfig(),
                 max_tokens_per_microbatch=max(longest, plan.run.train.max_tokens_per_microbatch),
                 communication=communication,
                 offload_optimizer=offload,
@@ -154,7 +158,7 @@ def _refused(plan: Plan) -> bool:
 def overrides(old: RunConfig, new: RunConfig) -> Iterator[str]:
     """Yields the arguments of the command line that turn one run's layout into another's, the ranks first."""
     yield f"train.parallel={quoted(str(new.train.parallel))}"
-    train = ("recompute", "max_tokens_per_microbatch", "offload_optimizer")
+    train = ("recompute", "offload_activations", "max_tokens_per_microbatch", "offload_optimizer")
     for name in train:
         if getattr(new.train, name) != getattr(old.train, name):
             yield f"train.{name}={shown(getattr(new.train, name))}"
@@ -162,6 +166,9 @@ def overrides(old: RunConfig, new: RunConfig) -> Iterator[str]:
     for name in ("method", "layers"):
         if getattr(options, name) != getattr(before, name):
             yield f"train.recompute_options.{name}={getattr(options, name)}"
+    communication = new.train.context_parallel.communication
+    if communication != old.train.context_parallel.communication:
+        yield f"train.context_parallel.communication={communication}"
     if new.rollout.num_engines != old.rollout.num_engines:
         yield f"rollout.num_engines={new.rollout.num_engines}"
     for name in ("tp", "gpu_memory_utilization"):

@@ -7,7 +7,9 @@ from functools import cached_property
 from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
 from rlframe.cluster.roles import CRITIC, ENGINES, JUDGE_ENGINES, POLICY, REWARD_MODEL, TEACHER, TEACHER_ENGINES, Place
 from rlframe.data.kinds import find_source
+from rlframe.loops.config import Asynchronous
 from rlframe.megatron.config.forward_only import forward_only
+from rlframe.megatron.config.mtp import MtpMode
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models.config import ModelConfig
@@ -34,21 +36,25 @@ class Models:
     """The models of a run, each read from its config.json once, however many settings are tried."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str | None, int | None], Counter] = {}
+        self._known: dict[tuple[str, str | None, int | None, MtpMode], Counter] = {}
 
-    def counter(self, model: ModelConfig, outputs: int | None = None) -> Counter:
+    def counter(self, model: ModelConfig, outputs: int | None = None, *, mtp: MtpMode = MtpMode.DROP) -> Counter:
         """Returns what counts a model's parameters.
+
+        Args:
+            mtp: use of the head for multi-token prediction.
 
         Raises:
             ConfigError, CheckpointError: the model is not there, or its config.json cannot be read.
         """
-        key = (model.path, model.revision, outputs)
+        key = (model.path, model.revision, outputs, mtp)
         if key not in self._known:
             # With random_init nothing but small files would be downloaded.
             folder = resolve(replace(model, random_init=True))
             family = load_family(folder)
             architecture = family.architecture(read_config(folder)).with_outputs(outputs)
-            self._known[key] = Counter(family, architecture)
+            architecture = architecture.keeping_mtp(mtp is not MtpMode.DROP)
+            self._known[key] = Counter(family, architecture, frozen_mtp=mtp is MtpMode.KEEP)
         return self._known[key]
 
 
@@ -81,7 +87,7 @@ class Plan:
     @cached_property
     def counter(self) -> Counter:
         """The policy's model."""
-        return self.models.counter(self.run.model, self.algorithm.model_outputs)
+        return self.models.counter(self.run.model, self.algorithm.model_outputs, mtp=self.run.train.mtp.mode)
 
     @property
     def architecture(self) -> Architecture:
@@ -108,6 +114,7 @@ class Plan:
             counter=self.counter,
             tokens=self.division.tokens,
             microbatches=self.division.microbatches,
+            sequence_tokens=self.workload.sequence_tokens,
             logits_copies=copies,
             forward_passes=needs.online or needs.reference or bool(teacher),
             cuda=self.cuda,
@@ -123,7 +130,8 @@ class Plan:
         counter = self.models.counter(self.run.critic_model, self.critic.model_outputs)
         return TrainerMemory(
             role=CRITIC, train=self.run.critic_train, architecture=counter.architecture, counter=counter,
-            tokens=division.tokens, microbatches=division.microbatches, cuda=self.cuda,
+            tokens=division.tokens, microbatches=division.microbatches,
+            sequence_tokens=self.workload.sequence_tokens, cuda=self.cuda,
         )  # fmt: skip
 
     @cached_property
@@ -198,7 +206,14 @@ class Plan:
 
     def _frozen(self, role: str, model: ModelConfig, layout: Parallel, tokens: int, *, outputs: int | None) -> Process:
         train = forward_only(self.run.train, layout)
-        return frozen_process(role, self.models.counter(model, outputs), train, tokens=tokens, cuda=self.cuda)
+        return frozen_process(
+            role,
+            self.models.counter(model, outputs),
+            train,
+            tokens=tokens,
+            sequence_tokens=self.workload.sequence_tokens,
+            cuda=self.cuda,
+        )
 
     @property
     def worst(self) -> DeviceMemory:
@@ -228,14 +243,14 @@ class Plan:
 
     @cached_property
     def host_bytes(self) -> float:
-        """Host memory of one host that the policy's ranks pin or copy: references, main weights and moments that wait
-        there or are updated there."""
+        """Host memory of one host that the policy's ranks pin or copy: references, inputs of layers, main weights and
+        moments that wait there or are updated there."""
         train = self.run.train
         stage = max(self.trainer.stages(), key=lambda each: each.all)
         states = {part.name: part.bytes for part in self.trainer.states(stage)}
         on_device = 1.0 - train.optimizer.cpu_offload_fraction
         bytes_of_rank = 0.0
-        bytes_of_rank += self.reference_bytes
+        bytes_of_rank += self.reference_bytes + self.trainer.host_activations()
         if train.offload_optimizer:
             bytes_of_rank += states.get("main weights", 0.0) + states["moments"]
         if on_device < 1.0:
@@ -243,6 +258,17 @@ class Plan:
             shard += stage.trained_experts / self.parallel.edp
             bytes_of_rank += shard * 12 * (1.0 - on_device)
         return bytes_of_rank * min(self.parallel.world, self.devices_per_host)
+
+    @cached_property
+    def checkpoint_copy_bytes(self) -> float:
+        """Host memory of one host for a copy of the training state, which is written while training goes on."""
+        if self.run.checkpoint.asynchronous is Asynchronous.FALSE:
+            return 0.0
+        models = [self.trainer, *([self.critic_trainer] if self.critic_trainer else [])]
+        return sum(
+            max(each.state_bytes(stage) for stage in each.stages()) * min(each.parallel.world, self.devices_per_host)
+            for each in models
+        )
 
     @cached_property
     def reference_bytes(self) -> float:

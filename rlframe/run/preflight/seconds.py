@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlframe.megatron.config.mtp import MtpConfig
 from rlframe.megatron.config.optimizer import OptimizerName
-from rlframe.megatron.config.options import Fp8Recipe
+from rlframe.megatron.config.options import ContextCommunication, Fp8Recipe
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.preflight import activations, constants
@@ -35,7 +36,14 @@ class Operations:
         return self.dense + self.attention + self.experts + self.head
 
 
-def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_length: float, last: bool) -> Operations:
+def operations(
+    architecture: Architecture,
+    layers: tuple[int, ...],
+    *,
+    mean_length: float,
+    last: bool,
+    mtp: MtpConfig | None = None,
+) -> Operations:
     """Returns the operations of a token. Attention costs 4 for each query's number and each token that the query sees,
     which are s / 2 of a sequence of s tokens without windows and chunks.
 
@@ -44,7 +52,13 @@ def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_leng
 
     Args:
         mean_length: sum of the squares of the sequences' tokens over their sum.
+        mtp: the head for multi-token prediction, if it is trained. Detached, its use of the output layer has no
+            gradient of weights and counts two thirds.
     """
+    joined = logits = 0.0
+    if last and mtp and mtp.trains and architecture.mtp_layers:
+        layers = (*layers, architecture.layer_of_mtp)
+        joined, logits = 4.0 * architecture.hidden_size**2, 2 / 3 if mtp.detach else 1.0
     hidden, heads = architecture.hidden_size, architecture.num_attention_heads
     queries, keys = heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
     projections = 2 * hidden * queries + 2 * hidden * keys
@@ -79,7 +93,7 @@ def operations(architecture: Architecture, layers: tuple[int, ...], *, mean_leng
         attention=4 * sum(count * tokens for tokens, count in seen.items()) * (heads * width + scoring)
         + states * in_states,
         experts=2 * sparse * each,
-        head=2 * hidden * outputs if last else 0.0,
+        head=2 * hidden * outputs * (1 + logits) + joined if last else 0.0,
     )
 
 
@@ -149,7 +163,8 @@ class TrainerSeconds:
         again = activations.recomputed_fraction(train, len(stage.layers)) if backward else 0.0
         times = (3.0 if backward else 1.0) + again
         last = stage.stage == parallel.pp - 1
-        count = operations(memory.architecture, stage.layers, mean_length=self.mean_length, last=last)
+        mtp = train.mtp if backward else None
+        count = operations(memory.architecture, stage.layers, mean_length=self.mean_length, last=last, mtp=mtp)
         flops = speeds.flops * (1 if memory.itemsize == 2 else 1 / 16)
         products = flops * constants.DENSE_EFFICIENCY
         fast = constants.FP8_SPEEDUP if train.fp8.recipe is not Fp8Recipe.OFF else 1.0
@@ -164,13 +179,15 @@ class TrainerSeconds:
             for each in activations.layer(memory.architecture, kernels, parallel, kind)
         )
         moved = kept * constants.PASSES * times / 3 * share / speeds.memory
+        # By chunks the logits are computed again, and only they: a layer's recomputation is in `times` already.
+        head_times = 4.0 if backward and memory.chunk else times
         experts = share * count.experts * weight_free / (flops * constants.EXPERT_EFFICIENCY)
         return Pass(
-            products=share * (count.dense * weight_free / fast + count.head * times) / products,
+            products=share * (count.dense * weight_free / fast + count.head * head_times) / products,
             attention=share * count.attention * attention_times(again, backward=backward) / flops,
             experts=experts,
             elementwise=moved + sparse * self._sorting(share) * times / 3,
-            exchange=self._exchange(stage.layers, sparse, share, times),
+            exchange=self._exchange(stage.layers, sparse, share, times) + self._from_host(stage, backward=backward),
             launches=self._launches(len(stage.layers), sparse, again, backward=backward),
             expert_launches=self._expert_launches(sparse, experts / times) if backward else 0.0,
         )
@@ -180,10 +197,14 @@ class TrainerSeconds:
         inputs = shape.experts_per_token * shape.hidden_size * self.memory.itemsize
         return share * inputs * constants.SORTING_PASSES / self.speeds.memory
 
+    def _from_host(self, stage: StageWeights, *, backward: bool) -> float:
+        """Returns the seconds in which the inputs of layers come back from host memory. The way there is hidden."""
+        part = self.tokens / self.memory.tokens
+        return self.memory.activations(stage).moved * part / constants.HOST_BANDWIDTH if backward else 0.0
+
     def _exchange(self, stage: tuple[int, ...], sparse: int, share: float, times: float) -> float:
         """Returns the seconds of the messages of a micro-batch: to and from experts (ep), around attention and MLP (tp:
-        two gathers and two scatters of the hidden states a pass), and of keys and values
-        (cp)."""
+        two gathers and two scatters of the hidden states a pass), and of keys and values, or heads (cp)."""
         memory, parallel = self.memory, self.memory.parallel
         shape, size = memory.architecture, memory.itemsize
         link = self.speeds.network if self.spans_hosts else self.speeds.peer
@@ -195,6 +216,10 @@ class TrainerSeconds:
         to_experts = 2 * shape.experts_per_token * hidden * share * (ranks - 1) / ranks * sparse
         around = 4 * hidden * share * (parallel.tp - 1) * (layers - sparse / 2)
         keys = 2 * shape.num_kv_heads * shape.head_dim * size * share * (parallel.cp - 1) * (layers - states)
+        if memory.train.context_parallel.communication is ContextCommunication.A2A:
+            # Queries, keys and values to the ranks of their heads, and outputs back.
+            heads = 2 * (shape.num_attention_heads + shape.num_kv_heads) * shape.head_dim
+            keys = heads * size * share * (parallel.cp - 1) / parallel.cp * (layers - states)
         if net := shape.gated_delta_net:
             # Inputs of the heads to the ranks that have whole sequences of them, and their outputs back.
             heads = net.num_key_heads * net.projected + net.num_value_heads * net.value_head_dim
@@ -327,10 +352,10 @@ def sync(memory: EngineMemory, speeds: Speeds, *, colocated: bool, same_host: bo
     return constants.SYNC_LATENCY_S + max(memory.weights_bytes * remote / (link * constants.SYNC_EFFICIENCY), local)
 
 
-def training_operations(architecture: Architecture, *, mean_length: float) -> float:
+def training_operations(architecture: Architecture, *, mean_length: float, mtp: MtpConfig | None = None) -> float:
     """Returns the operations of a token of training, as an MFU counts them: without recomputation."""
     layers = tuple(range(architecture.num_layers))
-    return 3 * operations(architecture, layers, mean_length=mean_length, last=True).all
+    return 3 * operations(architecture, layers, mean_length=mean_length, last=True, mtp=mtp).all
 
 
 def mean_length(lengths: Iterator[int] | list[int]) -> float:

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlframe.megatron.config.optimizer import OptimizerName
-from rlframe.megatron.config.options import Fp8Recipe, MomentDtype
+from rlframe.megatron.config.options import Fp8Recipe, MomentDtype, Recompute
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.shards import padded_vocab_size
 from rlframe.run.preflight import activations, constants
 from rlframe.run.preflight.parts import Part, Phase, Process
-from rlframe.run.preflight.weights import Counter, StageWeights
+from rlframe.run.preflight.weights import Counter, StageWeights, kind_of
 from rlframe.run.preflight.workload import layout_of
 
 FLOAT32 = 4
@@ -34,6 +34,8 @@ class TrainerMemory:
     """Tokens of the largest micro-batch on one rank."""
     microbatches: int
     """Micro-batches of an optimizer step on one rank."""
+    sequence_tokens: int
+    """Tokens of a sequence."""
     logits_copies: int = 1
     """Tensors as large as the logits at the loss. 1 where backward writes over the logits."""
     forward_passes: bool = True
@@ -95,6 +97,12 @@ class TrainerMemory:
             matrices = stage.all - stage.head * (1 if self.architecture.tie_embeddings else 2)
             yield Part("weights in 8 bits, by rows and by columns", max(0, matrices) * 2)
 
+    def state_bytes(self, stage: StageWeights) -> float:
+        """Returns the bytes of a checkpoint that a rank holds, at most: weights, main weights and moments."""
+        shard = stage.trained_dense / (self.parallel.dp * self.parallel.cp) + stage.trained_experts / self.parallel.edp
+        weights = stage.trained_dense + stage.trained_experts if self.train.lora else stage.all
+        return weights * self.itemsize + shard * 3 * FLOAT32
+
     def second_moments_of_matrices(self, stage: StageWeights) -> float:
         """Returns the bytes that Muon does without, which has a momentum alone."""
         if self.train.optimizer.name != OptimizerName.MUON:
@@ -114,6 +122,9 @@ class TrainerMemory:
         kept = self._activations(stage)
         end = self._end(stage)
         head_gradient = stage.head * self.itemsize if self.train.lora is None else 0
+        if self.chunk and head_gradient:
+            # The sum over chunks, and the product of one.
+            head_gradient += stage.head * FLOAT32
         # The output layer's gradients exist while all activations do; a layer that is recomputed has them no more.
         if sum(end) + head_gradient >= kept.working:
             yield Part("activations", kept.kept)
@@ -123,13 +134,58 @@ class TrainerMemory:
         else:
             yield Part("activations", kept.kept)
             yield Part("activations of the layers at work", kept.working)
+        yield from self._masks(stage, microbatches=self.in_flight(stage.stage), backward=True)
+        if stage.stage == self.parallel.pp - 1 and self.train.mtp.trains and self.architecture.with_mtp:
+            yield Part("head for multi-token prediction", self._mtp() + end[0] / self.logits_copies)
         if self.train.deterministic and self.cuda:
             heads = self.architecture.num_attention_heads // self.parallel.tp
             yield Part("deterministic attention", constants.DETERMINISTIC_BYTES * heads * self.tokens**2)
 
+    def _masks(self, stage: StageWeights, *, microbatches: float = 1.0, backward: bool = False) -> Iterator[Part]:
+        """Yields which keys each query sees under sparse attention, a byte for each pair of them in every layer of a
+        micro-batch, recomputed or not; and what scaled_dot_product_attention adds to the scores in their place, which a
+        layer keeps for its backward pass unless it is recomputed."""
+        indexer = self.architecture.indexer
+        if indexer is None or self.sequence_tokens <= indexer.top_k:
+            return
+        pairs = self.tokens * min(self.tokens, self.sequence_tokens)
+        added = len(stage.layers) * microbatches if backward and self._keeps_attention else 1
+        yield Part("masks of sparse attention", pairs * (len(stage.layers) * microbatches + added * self.itemsize))
+
+    @property
+    def _keeps_attention(self) -> bool:
+        """Returns whether layers keep what attention between queries and keys needs for its backward pass."""
+        modules = self.train.recompute_options.modules
+        selective = self.train.recompute is Recompute.SELECTIVE and "core_attn" in modules
+        return self.train.recompute is not Recompute.FULL and not selective
+
+    def _mtp(self) -> float:
+        """Returns the bytes that the head for multi-token prediction keeps, whose layer is never recomputed: inputs and
+        outputs of its norms, of its projection and of its layer."""
+        kernels = activations.Kernels.of(self.train, cuda=self.cuda)
+        kind = kind_of(self.architecture, self.architecture.layer_of_mtp)
+        layer = sum(each.bytes for each in activations.layer(self.architecture, kernels, self.parallel, kind))
+        around = 6 * self.architecture.hidden_size * kernels.itemsize
+        return self.tokens / self.parallel.tp * (layer + around)
+
     def _activations(self, stage: StageWeights) -> activations.Activations:
-        one = activations.of_stage(self.architecture, self.train, stage.layers, tokens=self.tokens, cuda=self.cuda)
-        return activations.Activations(kept=one.kept * self.in_flight(stage.stage), working=one.working)
+        one = self.activations(stage)
+        times = 1.0 if one.on_host else self.in_flight(stage.stage)
+        return activations.Activations(kept=one.kept * times, working=one.working)
+
+    def activations(self, stage: StageWeights) -> activations.Activations:
+        """Returns the activations of one micro-batch on a rank of a stage."""
+        return activations.of_stage(self.architecture, self.train, stage.layers, tokens=self.tokens, cuda=self.cuda)
+
+    def host_activations(self) -> float:
+        """Returns the bytes of activations that a rank keeps in host memory."""
+        return max(self.activations(stage).on_host * self.in_flight(stage.stage) for stage in self.stages())
+
+    @property
+    def chunk(self) -> int:
+        """Tokens whose logits exist at once; 0 if all do."""
+        wanted = self.train.logits_chunk_tokens or 0
+        return wanted if wanted < self.tokens and self.architecture.num_outputs is None else 0
 
     def in_flight(self, stage: int) -> float:
         """Returns the micro-batches whose activations a stage holds at once, in micro-batches of the whole stage.
@@ -152,6 +208,10 @@ class TrainerMemory:
         if self.architecture.num_outputs is not None:
             return 0.0, norm
         columns = padded_vocab_size(self.architecture, tp=self.parallel.tp) // self.parallel.tp
+        if self.chunk:
+            # The states of all tokens, which each rank has whole, and their gradients.
+            states = 2 * self.tokens * self.architecture.hidden_size * self.itemsize
+            return self.chunk * columns * self.itemsize, norm + states
         return self.tokens * columns * self.itemsize * self.logits_copies, norm
 
     def _forward(self, stage: StageWeights) -> Iterator[Part]:
@@ -161,6 +221,7 @@ class TrainerMemory:
         ).working
         yield Part("activations of the layers at work", max(working, norm))
         yield Part("logits", logits)
+        yield from self._masks(stage)
 
 
 def peak(process: Process) -> float:
@@ -169,12 +230,19 @@ def peak(process: Process) -> float:
 
 
 def frozen_process(
-    role: str, counter: Counter, train: TrainConfig, *, tokens: int, cuda: bool, phase: Phase = Phase.LOGPROBS
+    role: str,
+    counter: Counter,
+    train: TrainConfig,
+    *,
+    tokens: int,
+    sequence_tokens: int,
+    cuda: bool,
+    phase: Phase = Phase.LOGPROBS,
 ) -> Process:
     """Returns the rank of a frozen model that takes most: a reward model, or a teacher with ranks of its own."""
     memory = TrainerMemory(
         role=role, train=train, architecture=counter.architecture, counter=counter, tokens=tokens, microbatches=1,
-        cuda=cuda,
+        sequence_tokens=sequence_tokens, cuda=cuda,
     )  # fmt: skip
     ranks = []
     for stage in memory.stages():

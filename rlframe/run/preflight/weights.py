@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlframe.megatron.config.lora import ALL_LINEAR, LoraConfig
+from rlframe.megatron.config.mtp import in_head
 from rlframe.megatron.config.optimizer import is_by_muon
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.muon.newton_schulz import operations
@@ -63,8 +64,12 @@ class StageWeights:
 class Counter:
     """Counts the parameters of a model in any layout. Each kind of layer is measured once for each split."""
 
-    def __init__(self, family: Family, architecture: Architecture):
-        self.family, self.architecture = family, architecture
+    def __init__(self, family: Family, architecture: Architecture, *, frozen_mtp: bool = False):
+        """
+        Args:
+            frozen_mtp: whether the head for multi-token prediction, if the architecture has it, is not trained.
+        """
+        self.family, self.architecture, self.frozen_mtp = family, architecture, frozen_mtp
         self._parts: dict[tuple[int, int, int, str | LayerKind], tuple[int, int, int]] = {}
         self._tensors: dict[str, tuple[int, ...]] | None = None
 
@@ -97,9 +102,10 @@ class Counter:
         rows = padded_vocab_size(self.architecture, tp=parallel.tp) // parallel.tp * self.architecture.hidden_size
         head = rows if last and self.architecture.num_outputs is None else 0
         if lora is None:
+            still = self._head(parallel) if last and self.frozen_mtp else (0, 0)
             return StageWeights(
-                stage=stage, layers=layers, dense=dense, experts=experts, head=head, trained_dense=dense - frozen,
-                trained_experts=experts,
+                stage=stage, layers=layers, dense=dense, experts=experts, head=head,
+                trained_dense=dense - frozen - still[0], trained_experts=experts - still[1],
             )  # fmt: skip
         adapters = [self._adapters(parallel, lora, layer) for layer in layers]
         trained_dense, trained_experts, adapted = (sum(values) for values in zip(*adapters, strict=True))
@@ -122,6 +128,15 @@ class Counter:
             frozen = sum(size for name, size in sizes.items() if INDEXER in name)
             self._parts[key] = (sum(sizes.values()) - experts, experts, frozen)
         return self._parts[key]
+
+    def _head(self, parallel: Parallel) -> tuple[int, int]:
+        """Returns the trainable dense and expert parameters of the head for multi-token prediction."""
+        dense = experts = 0
+        for name, shape in self._shapes(parallel, 0, "output").items():
+            if in_head(name) and INDEXER not in name:
+                size = math.prod(shape)
+                experts, dense = (experts + size, dense) if ".experts." in name else (experts, dense + size)
+        return dense, experts
 
     def _shapes(self, parallel: Parallel, layer: int, kind: str | LayerKind = "layer") -> Mapping[str, tuple[int, ...]]:
         shard = Shard(

@@ -61,8 +61,8 @@ def divide(workload: Workload, train: TrainConfig) -> Division:
     """Returns the division of a step. Whole sequences are packed into micro-batches of at most
     `train.max_tokens_per_microbatch` tokens a rank, whose context-parallel ranks share sequences."""
     parallel = layout_of(train.parallel)
-    length = max(1, workload.sequence_tokens)
     budget = train.max_tokens_per_microbatch * parallel.cp
+    length = max(1, computed_tokens(workload, budget) if train.share_prompts else workload.sequence_tokens)
     fit = max(1, budget // length)
     share = max(1, -(-workload.sequences // (train.num_minibatches * parallel.dp)))
     microbatches = -(-share // fit)
@@ -72,3 +72,13 @@ def divide(workload: Workload, train: TrainConfig) -> Division:
         tokens=max(1, min(share * length, budget) // parallel.cp),
         mean_tokens=max(1, share * length // microbatches // parallel.cp),
     )
+
+
+def computed_tokens(workload: Workload, budget: int) -> int:
+    """Returns the tokens of a sequence that training computes if the sequences of a prompt compute it once, as many of
+    them as a micro-batch of `budget` tokens holds. Of given sequences nobody knows how much is prompt."""
+    if not workload.response_tokens:
+        return workload.sequence_tokens
+    together = (budget - workload.prompt_tokens) // workload.response_tokens
+    together = max(1, min(workload.group, together))
+    return workload.response_tokens + -(-workload.prompt_tokens // together)

@@ -35,7 +35,7 @@ class Parameter:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class MemoryLayout:
     """Every part of every Hugging Face tensor on this rank. Plain data that can be pickled."""
 

@@ -1,14 +1,29 @@
-"""Layouts as arrays for sending between processes, because 20,000 boxes take seconds to unpickle one by one."""
+"""Layouts as arrays for sending between processes, because 20,000 boxes take seconds to unpickle one by one.
+
+Ranks with the same layout, such as replicas, send the same bytes. Whoever receives them has one object for all.
+"""
 
 import gc
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from rlframe.weight_sync.layout.boxes import Box, Padding
 from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """A `WireLayout` as bytes."""
+
+    key: bytes
+    """Hash of `data`."""
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +40,39 @@ class WireLayout:
     padding: tuple[Padding, ...]
 
 
-def pack(layout: MemoryLayout) -> WireLayout:
-    """Returns the layout as arrays."""
+_received: "WeakValueDictionary[bytes, MemoryLayout]" = WeakValueDictionary()
+"""Layouts that somebody here still holds, by key."""
+
+
+def pack(layout: MemoryLayout) -> PackedLayout:
+    """Returns the layout as bytes."""
     index = {name: number for number, name in enumerate(layout.parameters)}
+    numbers = box_numbers(layout, {name: number for number, name in enumerate(layout.boxes)}, index)
+    parameters = tuple(layout.parameters.items())
+    data = pickle.dumps(WireLayout(numbers, tuple(layout.boxes), parameters, layout.tensors, layout.padding))
+    return PackedLayout(blake2b(data).digest(), data)
+
+
+def unpack(packed: PackedLayout) -> MemoryLayout:
+    """Returns the layout from the bytes, the same object for the same bytes."""
+    layout = _received.get(packed.key)
+    if layout is None:
+        layout = _received[packed.key] = _layout(pickle.loads(packed.data))
+    return layout
+
+
+def box_numbers(layout: MemoryLayout, tensors: Mapping[str, int], parameters: Mapping[str, int]) -> np.ndarray:
+    """Returns [boxes, 9] int64 the boxes in the columns of `WireLayout.numbers`, with these numbers of the names."""
     rows = [
-        (tensor, *box.region, index[box.parameter], box.offset, box.row_stride, box.col_stride)
-        for tensor, boxes in enumerate(layout.boxes.values())
+        (tensors[name], box.row, box.rows, box.col, box.cols, parameters[box.parameter], box.offset, box.row_stride,
+         box.col_stride)
+        for name, boxes in layout.boxes.items()
         for box in boxes
-    ]
-    numbers = np.array(rows, dtype=np.int64).reshape(len(rows), 9)
-    return WireLayout(numbers, tuple(layout.boxes), tuple(layout.parameters.items()), layout.tensors, layout.padding)
+    ]  # fmt: skip
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 9)
 
 
-def unpack(packed: WireLayout) -> MemoryLayout:
+def _layout(packed: WireLayout) -> MemoryLayout:
     """Returns the layout from the arrays."""
     names = [name for name, _ in packed.parameters]
     boxes: dict[str, list[Box]] = {name: [] for name in packed.held}

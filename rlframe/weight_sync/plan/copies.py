@@ -6,7 +6,32 @@ from typing import overload
 
 import numpy as np
 
-from rlframe.weight_sync.plan.planner import Copy, Place
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Position of one side of a copy: elements of a parameter, counted from its first."""
+
+    parameter: str
+    offset: int
+    row_stride: int
+    col_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One strided block from one source rank to one destination rank."""
+
+    tensors: tuple[str, ...]
+    """Names of the Hugging Face tensors of which it carries parts: one, or several that are adjacent on both sides."""
+    source: int
+    """Source rank."""
+    rows: int
+    cols: int
+    read: Place
+    """Position in the source rank's memory."""
+    write: Place
+    """Position in the destination rank's memory."""
+
 
 COLUMNS = (
     "source",
@@ -72,6 +97,32 @@ class Copies(Sequence[Copy]):
             )
         table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
         return cls(table, tuple(reads), tuple(writes), tuple(tensors), np.array(carried, dtype=np.int32))
+
+    @classmethod
+    def joined(cls, several: Sequence["Copies"]) -> "Copies":
+        """Returns the copies of all of `several`, in their order."""
+        names = all_reads, all_writes, all_tensors = _Numbers(), _Numbers(), _Numbers()
+        tables, carried, first = [], [], 0
+        for each in several:
+            table = each.table.copy()
+            reads, writes, tensors = (
+                np.array([number[name] for name in mine], dtype=np.int64)
+                for number, mine in zip(names, (each.read_parameters, each.write_parameters, each.tensors), strict=True)
+            )
+            for column, numbers in (("read_parameter", reads), ("write_parameter", writes)):
+                table[:, COLUMN[column]] = numbers[table[:, COLUMN[column]]]
+            table[:, [COLUMN["first_tensor"], COLUMN["end_tensor"]]] += first
+            tables.append(table)
+            carried.append(tensors[each.carried].astype(np.int32))
+            first += len(each.carried)
+        table = np.concatenate(tables) if tables else np.zeros((0, len(COLUMNS)), dtype=np.int64)
+        return cls(
+            table,
+            tuple(all_reads),
+            tuple(all_writes),
+            tuple(all_tensors),
+            np.concatenate(carried or [np.zeros(0, dtype=np.int32)]),
+        )
 
     def column(self, name: str) -> np.ndarray:
         """Returns [copies] one column of the table."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rlframe.weight_sync.layout.boxes import window
-from rlframe.weight_sync.plan.copies import Copies
-from rlframe.weight_sync.plan.planner import Place
+from rlframe.weight_sync.plan.copies import Copies, Place
 
 ALIGNMENT = 16
 """Alignment in bytes of pieces in a message, so that any number format can be read there."""

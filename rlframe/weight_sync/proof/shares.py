@@ -3,6 +3,7 @@ agree."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +28,14 @@ def cover(layouts: Mapping[int, MemoryLayout], *, side: str) -> Cover:
     """
     covers: Cover = defaultdict(lambda: defaultdict(list))
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, layout in layouts.items():
+    parts: dict[int, dict[str, tuple[Region, ...]]] = {}
+    for layout in {id(layout): layout for layout in layouts.values()}.values():
         shapes |= layout.tensors
-        for name, boxes in layout.boxes.items():
-            covers[name][tuple(sorted({box.region for box in boxes}))].append(rank)
+        held = layout.boxes.items()
+        parts[id(layout)] = {name: tuple(sorted({box.region for box in boxes})) for name, boxes in held}
+    for rank, layout in layouts.items():
+        for name, regions in parts[id(layout)].items():
+            covers[name][regions].append(rank)
     for name, holders in covers.items():
         regions = sorted(region for part in holders for region in part)
         if overlap := _first_overlap(regions):
@@ -68,6 +73,12 @@ class Shares:
         replicas = np.flatnonzero(self._leader != np.arange(len(rows))[:, None])
         self._replicas = np.unravel_index(replicas, self._leader.shape)
         self._leaders = self._leader[self._replicas], self._replicas[1]
+
+    def of_ranks(self, ranks: Sequence[int]) -> "Shares":
+        """Returns the same holders under other numbers of the ranks."""
+        same = copy(self)
+        same.ranks = list(ranks)
+        return same
 
     def totals(self, shares: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Returns [names] digest of each whole tensor, mod 2^64.

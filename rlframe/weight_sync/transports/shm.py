@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.layout.boxes import window
-from rlframe.weight_sync.plan.planner import Copy, Place
+from rlframe.weight_sync.plan.copies import Copy, Place
 from rlframe.weight_sync.transports.base import Link, RankInfo, Transport
 
 SWAP = "_swap_data_ptr_"

@@ -19,9 +19,9 @@ from tests.unit.attempts.simulated.world import World, simulated
 
 NUM_SEEDS = 500
 PARTS = 10
-USUAL = (1, 2)
+USUAL = (1,)
 PART = [pytest.param(part, marks=[] if part in USUAL else pytest.mark.thorough) for part in range(PARTS)]
-"""`make test` tries 100 seeds of each kind here, beside part 0 in tests/unit/attempts/simulated/test_few_seeds.py;
+"""`make test` tries 50 seeds of each kind here, beside part 0 in tests/unit/attempts/simulated/test_few_seeds.py;
 `make test-thorough` all."""
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """A ledger is flushed to the disk at every step, which takes longer there than everything else."""

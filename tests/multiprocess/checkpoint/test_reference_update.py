@@ -76,7 +76,7 @@ def visit(
     seen["logprobs"] = trainer.logprobs(shares(layout, 0)[trainer.coordinates.dp_rank], reference=True)
     if is_first:
         written = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(written, trainer.write(verify=True))
+        torch.distributed.all_gather_object(written, trainer.write())
         trainer.complete(written)
         torch.distributed.barrier()
     parallel.shutdown()

@@ -1,6 +1,7 @@
 """GKD over ranks: the divergence on a split vocabulary, and loss and gradients of a student whose teacher is larger and
 of another family, are those of plain torch and of transformers."""
 
+import importlib.util
 import itertools
 import pathlib
 from collections.abc import Callable
@@ -301,6 +302,7 @@ SAME = QUICK | {
     "checkpoint.export": "false",
 }
 ENGINE = {"teacher.placement": "engine", "teacher.engine.name": "transformers"}
+NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 VLLM = ENGINE | {"teacher.engine.name": "vllm", "teacher.engine.enforce_eager": "true"}
 
 
@@ -331,7 +333,7 @@ def test_a_teacher_behind_engines_judges_and_writes_what_the_policy_would(tmp_pa
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "where",
-    [{"teacher.placement": "own", "teacher.parallel": "t2"}, ENGINE, VLLM],
+    [{"teacher.placement": "own", "teacher.parallel": "t2"}, ENGINE, pytest.param(VLLM, marks=NEEDS_VLLM)],
     ids=["ranks", "transformers", "vllm"],
 )
 def test_a_teacher_of_its_own_says_of_the_policys_own_samples_what_the_policy_says(
@@ -370,6 +372,7 @@ def test_all_but_one_token_of_a_teacher_elsewhere_are_its_whole_distribution(tmp
 
 
 @pytest.mark.thorough
+@NEEDS_VLLM
 def test_a_student_learns_from_a_teacher_behind_vllm(tmp_path: pathlib.Path) -> None:
     settings = SAME | VLLM | {
         "model.random_init": "true", "algorithm.top_k": 16, "algorithm.seq_kd": "true", "steps": 20,

@@ -29,8 +29,8 @@ SEEN = 5e-2
 SETUPS = cells.setups()
 DENSE = [Parallel.parse(layout) for layout in ("d1", "d2", "c2")]
 """Those with mutations, and one rank. test_layouts.py has dense families in t2 and p2."""
-PARTS = [Parallel.parse("p2v2"), Parallel(pp=2, first_stage_layers=1)]
-"""Of layouts with more: t2p2v2, and a pipeline whose last stage is short."""
+PARTS = [*(Parallel.parse(layout) for layout in ("d2", "t2", "c2", "p2", "p2v2")), Parallel(pp=2, first_stage_layers=1)]
+"""Of layouts with more: each two axes on four ranks, t2p2v2, and a pipeline whose last stage is short."""
 PAIRED = [Parallel.parse(layout) for layout in ("t2c2", "c2p2v2", "t2p2|ffn:p2e2", "d2t2e2")]
 """Layouts on four ranks, each two axes of which another setup on four ranks has together."""
 FURTHER = {
@@ -38,8 +38,10 @@ FURTHER = {
     for setup in SETUPS
     if setup.parallel in PAIRED
     or (setup.model, str(setup.parallel)) == ("replayed", "d1t2p2")
+    or (setup.model in cells.SHARED and setup.parallel not in DENSE)
     or (setup.model == "dense" and setup.parallel not in DENSE)
     or (setup.model == "moe" and setup.parallel in PARTS)
+    or (setup.long and setup.parallel.world > 1)
 }
 """The dense model in layouts of several kinds is here too, all of which a model with experts has, and dense layers."""
 
@@ -65,7 +67,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
     chosen = {item.callspec.params["setup"] for item in items}
     setups = [setup for setup in SETUPS if setup in chosen]
-    folders = {name: tmp_path_factory.mktemp(name) for name in cells.MODELS}
+    models = {setup.model for setup in setups}
+    folders = {name: tmp_path_factory.mktemp(name) for name in cells.MODELS if name in models}
     expected, measured = comparison.run(setups, folders, device=Device.CPU, dtype=Dtype.FLOAT32, worlds=[1, 2, 4])
     return expected, measured, folders
 

@@ -186,8 +186,8 @@ def save_weights(trainer: Any, folder: pathlib.Path) -> None:
     from rlframe.megatron.checkpoint import files  # noqa: PLC0415 - see on_rank
     from rlframe.megatron.checkpoint import state as checkpoint  # noqa: PLC0415
 
-    staged = checkpoint.stage(trainer.model, None, folder, copy=False)
-    checkpoint.complete(staged, [files.write(staged, verify=False)])
+    staged = checkpoint.stage(trainer.model, None, folder, copy_to=None)
+    checkpoint.complete(staged, [files.write(staged, read_back=0.0)])
 
 
 def start_from(trainer: Any, folder: pathlib.Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.megatron.config.optimizer import OptimizerConfig
-from rlframe.megatron.config.options import KernelConfig
+from rlframe.megatron.config.options import ContextCommunication, ContextParallelConfig, KernelConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import join, split
@@ -54,7 +54,7 @@ LAYOUTS = {
     "d1t2": [*EVERY, "qwen3_5"],
     "d1p2": EVERY,
     "d2e2": EXPERTS,
-    "d1c2": ["glm4_moe", "deepseek_v3", "qwen3_next"],
+    "d1c2": ["glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "gemma3", "olmo3", "ministral3"],
     "d1t2|ffn:d1t2": ["qwen3_moe", "glm4_moe", "llama4"],
     "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss", "qwen3_next", *VARIANTS],
 }
@@ -63,6 +63,7 @@ FURTHER = [
     *((layout, name) for layout in ("d1", "d1t2", "d1p2", "d1c2") for name in SPARED),
     *((layout, "qwen3_5_moe") for layout in ("d2e2", "d1t2|ffn:d1t2", "d1t2p2|ffn:d1t1p2e2")),
     ("d1t2|ffn:d1t2", "qwen3_next"),
+    ("d1c2p2", "gpt_oss"),
 ]
 """Cells that only a thorough run has."""
 PARTS = {
@@ -137,13 +138,20 @@ def on_rank(rank: int, init_method: str, cases: list[tuple[str, str]]) -> list[d
         setup = TrainerSetup(
             rank=rank, init_method=f"{init_method}{index}", device=device, model=ModelConfig(path=folder),
             train=TrainConfig(
-                parallel=layout, dtype="float32", norms_every_steps=1, optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9)
+                parallel=layout, dtype="float32", norms_every_steps=1, context_parallel=exchange(layout, folder),
+                optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9),
             ),
             seed=0, temperature=1.0, total_optimizer_steps=10, timeout_s=60, with_reference=False,
         )  # fmt: skip
         results.append(measure(Trainer(setup), layout))
         parallel.shutdown()
     return results
+
+
+def exchange(layout: str, folder: str) -> ContextParallelConfig:
+    """By heads where a model with sliding windows is split by context."""
+    windows = Parallel.parse(layout).cp > 1 and read_config(pathlib.Path(folder)).get("sliding_window")
+    return ContextParallelConfig(communication=ContextCommunication.A2A if windows else ContextCommunication.P2P)
 
 
 def measure(trainer: Any, layout: str) -> dict[str, Any]:

@@ -98,6 +98,37 @@ def check_attention_does_not_depend_on_the_company() -> None:
     )
 
 
+def check_inputs_of_layers_come_back_from_the_host_bit_for_bit() -> None:
+    from torch.autograd.graph import saved_tensors_hooks
+    from torch.utils.checkpoint import checkpoint
+
+    from rlframe.megatron.memory.activations import HostCopies
+
+    copies, layers = HostCopies(8), [torch.nn.Linear(8, 8) for _ in range(3)]
+    start = torch.randn(5, 1, 8, generator=torch.Generator().manual_seed(6)).requires_grad_()
+
+    def computed() -> Tensor:
+        states = start
+        for layer in layers:
+            # As Megatron's: an autograd function that saves its inputs.
+            states = checkpoint(layer, states, use_reentrant=True)
+        return states
+
+    def gradient(states: Tensor) -> Tensor:
+        start.grad = None
+        states.square().sum().backward()
+        return start.grad
+
+    expected = gradient(computed())
+    with saved_tensors_hooks(copies.put, copies.get):
+        states = computed()
+    assert torch.equal(gradient(states), expected)
+    # The three inputs, and nothing else: neither parameters nor what all layers share.
+    assert copies.count == 3
+    shared = torch.zeros(5, 1, 1, 8)
+    assert copies.put(shared) is shared and copies.count == 3
+
+
 def check_rotary_positions_equal_megatrons_own() -> None:
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 
@@ -299,6 +330,7 @@ CHECKS = [
     check_a_layout_says_where_each_token_sits,
     check_attention_equals_one_sequence_at_a_time,
     check_attention_does_not_depend_on_the_company,
+    check_inputs_of_layers_come_back_from_the_host_bit_for_bit,
     check_rotary_positions_equal_megatrons_own,
     check_the_norm_equals_torchs,
     check_inputs_are_padded_by_a_sequence_of_their_own,

@@ -1,7 +1,10 @@
-"""A run in turns that carries unfinished groups over loses none of them, also when it is killed and goes on."""
+"""A run in turns that carries unfinished groups over loses none of them, also when it is killed and goes on. Seeds of
+the same in simulated time: tests/unit/attempts/simulated, tests/campaigns/samples/test_nothing_lost.py."""
 
 import json
 from pathlib import Path
+
+import pytest
 
 from rlframe.tools.audit import main as audit
 from tests.multiprocess.program import ONLINE, Program, lines
@@ -20,6 +23,7 @@ CARRIES = ONLINE | {
 """Half of the groups that a step begins are not trained on in it."""
 
 
+@pytest.mark.thorough
 def test_groups_that_a_step_does_not_wait_for_are_trained_on_later(tmp_path: Path) -> None:
     output = tmp_path / "run"
     with Program(output, CARRIES, held=["step 2"]) as program:

@@ -3,6 +3,7 @@
 from tests.mutations.mutation import Mutation, faults
 
 CHECKPOINTING = "tests/unit/loops/test_checkpointing.py"
+WRITER = "tests/unit/megatron/checkpoint/test_writer.py"
 FILES = "tests/unit/megatron/checkpoint/test_files.py"
 
 MUTATIONS: list[Mutation] = [
@@ -40,10 +41,25 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/megatron/checkpoint/files.py",
+        "rlframe/megatron/checkpoint/staging.py",
         FILES,
         ("what is staged changes with the run", "return place.copy_(value, non_blocking=True)", "return value"),
-        ("checksums are of nothing", "self._crc32 = zlib.crc32(data, self._crc32)", "self._crc32 = 0"),
+        ("tensors are staged over each other", "self._used = first + num_bytes", "self._used = first"),
+    ),
+    *faults(
+        "rlframe/megatron/checkpoint/writer.py",
+        WRITER + " " + FILES,
+        ("checksums are of nothing", "total = combined(total, crc32, length)", "total = 0"),
+        ("what reads back is not compared", "if crc32 != written.crc32:", "if False:"),
+        ("the end is not read back", "if self._wants(written):", "if self._wants(written) and not written.offset:"),
+        ("what was padded stays", "os.ftruncate(self.descriptor, self.ends[-1])", "pass"),
+        ("the file is not flushed", "os.fsync(self.descriptor)", "pass"),
+    ),
+    *faults(
+        "rlframe/loops/saving/background.py",
+        "tests/unit/loops/test_background.py",
+        ("ranks of a host are not added up", "needed[node] += room.needed_bytes", "needed[node] = room.needed_bytes"),
+        ("all of the memory is used", "needed[node] <= SHARE * free[node]", "needed[node] <= free[node]"),
     ),
     *faults(
         "rlframe/megatron/checkpoint/pieces.py",

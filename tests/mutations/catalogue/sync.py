@@ -27,7 +27,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/weight_sync/plan/planner.py",
+        "rlframe/weight_sync/plan/piecewise.py",
         PLAN,
         (
             "the last piece is not copied",
@@ -50,11 +50,37 @@ MUTATIONS: list[Mutation] = [
             "return max(holders, key=lambda holder: (distance",
         ),
         ("one replica carries all", "self._load[rank] += common.size", "self._load[rank] += 0"),
+    ),
+    *faults(
+        "rlframe/weight_sync/plan/tables.py",
+        PLAN,
+        ("an array's replica carries all", "load[rank] += size", "load[rank] += 0"),
+        (
+            "the farthest replica of an array is read",
+            "nearest = [min(far[rank] for rank in members) for members",
+            "nearest = [max(far[rank] for rank in members) for members",
+        ),
+        ("an offset forgets the column", "right * held[:, COL_STRIDE]", "0 * held[:, COL_STRIDE]"),
+        ("a hole is filled with nothing", "if (filled != boxes[:, ROWS] * boxes[:, COLS]).any():", "if False:"),
+    ),
+    *faults(
+        "rlframe/weight_sync/plan/merging.py",
+        PLAN,
+        (
+            "runs are joined that do not touch",
+            "(after[:, OFFSETS] - before[:, OFFSETS] == before[:, [count]] * before[:, strides]).all(1)",
+            "(after[:, OFFSETS] - before[:, OFFSETS] == before[:, [count]] * before[:, strides]).any(1)",
+        ),
+        ("a run forgets its rows", "sizes[first[grown], axis] = sums[grown, axis]", "pass"),
+    ),
+    *faults(
+        "rlframe/weight_sync/plan/planner.py",
+        PLAN,
         ("shapes that differ are taken", "if shapes.setdefault(name, shape) != shape:", "if False:"),
         (
             "bytes are elements",
-            "copy.rows * copy.cols * itemsize[copy.source][copy.read.parameter]",
-            "copy.rows * copy.cols",
+            'mine.column("rows") * mine.column("cols") * _itemsizes(mine, itemsize)',
+            'mine.column("rows") * mine.column("cols")',
         ),
     ),
     *faults(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.cluster import inspection, job, nodes
+from rlframe.cluster import inspection, job, nodes, runtime
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.inspection import Report
@@ -37,6 +37,17 @@ def test_the_address_of_the_cluster(
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
     assert ClusterConfig(address=setting).joins == joins
+
+
+def test_a_ray_that_does_not_start_in_its_time_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What Ray 2.60 does after 30 s.
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(runtime.ray, "init", init)
+    said = r"cluster\.address: Ray did not start on this machine \(The .* during startup\.\); look with `top` .*=auto$"
+    with pytest.raises(ConfigError, match=said), runtime.running(ClusterConfig(address="local"), num_devices=1):
+        pass
 
 
 def node(name: str, *, num_gpus: float) -> Node:

@@ -364,9 +364,20 @@ def test_faults_name_what_cannot_be_split() -> None:
     assert list(map(str, GPT_OSS.architecture(STACKED).faults(tp=2, ep=2, etp=2, cp=2))) == [
         "train.parallel: etp 2 cannot split the experts of gpt_oss, which have biases: Megatron-Core 0.16.1 would add "
         "the bias on every rank; use ep",
-        "train.parallel: cp 2 cannot split the sequences of gpt_oss, whose attention has sliding windows, chunks or "
-        "sinks: use tp",
+        "train.context_parallel.communication=a2a needs tp 2 * cp 2 to divide num_kv_heads 2 of gpt_oss; use a smaller "
+        "cp",
     ]
+    assert not GPT_OSS.architecture(STACKED).faults(tp=1, ep=1, etp=1, cp=2, communication="a2a")
+    (fault,) = GPT_OSS.architecture(STACKED).faults(tp=1, ep=1, etp=1, cp=2, communication="p2p")
+    assert str(fault) == (
+        "train.context_parallel.communication must be a2a with cp 2 for gpt_oss, got p2p: its attention has sliding "
+        "windows or sinks, for which a rank needs whole sequences of its heads; or use tp"
+    )
+    assert not LLAMA.architecture(HF).faults(tp=1, ep=1, etp=1, cp=4, communication="p2p")
+    (fault,) = LLAMA.architecture(HF).faults(tp=1, ep=1, etp=1, cp=4, communication="a2a")
+    assert str(fault) == (
+        "train.context_parallel.communication=a2a needs tp 1 * cp 4 to divide num_kv_heads 2 of llama; use p2p"
+    )
     # Shared experts of width 2 * 5 over four ranks.
     glm = GLM4_MOE.architecture(ROUTED | {"moe_intermediate_size": 5, "num_key_value_heads": 4})
     (fault,) = glm.faults(tp=4, ep=1, etp=1)

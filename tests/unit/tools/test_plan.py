@@ -7,6 +7,7 @@ import pytest
 
 from rlframe.tools import plan
 from tests.unit.run.preflight.models import CUDA, MOE, QWEN3_4B, folder
+from tests.unit.tools.test_plan_sync import SMALL
 
 DEVICE = ["--config-name", "grpo_qwen3_moe", "--device", "h200"]
 
@@ -55,3 +56,13 @@ def test_faults_are_listed_all_at_once_and_a_layout_that_cannot_be_counted_is_re
 def test_a_machine_without_a_device_plans_its_own_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--config-name", "grpo_qwen3_moe"]) == 0
     assert "not predicted: the speeds of cpu are not known" in " ".join(capsys.readouterr().out.split())
+
+
+def test_links_shows_the_bytes_of_the_sync_by_kind_of_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [f"model.path={folder(tmp_path / 'm', SMALL)}", "train.parallel=d2", "rollout=transformers"]
+    short = ["data.max_prompt_tokens=32", "rollout.max_tokens=32"]
+    plan.main([*DEVICE, *overrides, *short, "rollout.num_engines=1", "--links"])
+    text = " ".join(capsys.readouterr().out.split())
+    # One engine on the first rank's device, in float32.
+    assert "links 1.79 kB within the device, on 1 link; at most 1.79 kB from or to one rank" in text
+    assert "all links at once" in text

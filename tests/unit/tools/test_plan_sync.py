@@ -232,3 +232,11 @@ def test_floors_of_qwen3_30b_into_vllm_are_those_worked_out_by_hand(tmp_path: Pa
     split = solve(Case(model=folder, train="d2e2", engine="vllm", tp=2, colocate=False, speeds=LinkSpeeds(peer=370.0)))
     # 2 + 2 devices: each engine rank takes half of all, 30.5 GB.
     assert split.floor_ms == pytest.approx(82.5, rel=0.1)
+
+
+def test_many_links_are_summed_by_medium(small: str) -> None:
+    answer = solve(Case(model=small, train="d66", engine="transformers", engines=66))
+    lines = [line for line in describe(answer) if line.startswith("links")]
+    size = f"{66 * SMALL_BYTES / 1e3:.2f} kB"
+    assert len(lines) == 1 and lines[0].startswith(f"links     {size} within the device, on 66 links; at most ")
+    assert len(answer.plan.describe().splitlines()) == 2

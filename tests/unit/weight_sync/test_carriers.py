@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout.memory import load_tensor
-from rlframe.weight_sync.plan.copies import Copies
+from rlframe.weight_sync.plan.copies import Copies, Copy, Place
 from rlframe.weight_sync.plan.packing import ALIGNMENT, cut, message_bytes
-from rlframe.weight_sync.plan.planner import Copy, Place
 from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 from tests.unit.weight_sync.test_plan import Cell, cuts, layout_of
 

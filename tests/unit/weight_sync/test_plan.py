@@ -11,7 +11,10 @@ from torch import Tensor
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.layout.boxes import Region, window
 from rlframe.weight_sync.layout.memory import MemoryLayout, load_tensor, record
-from rlframe.weight_sync.plan.planner import Copy, Kind, LinkSpeeds, Plan, make_plan
+from rlframe.weight_sync.plan.copies import Copy
+from rlframe.weight_sync.plan.piecewise import plan_piecewise
+from rlframe.weight_sync.plan.planner import Kind, LinkSpeeds, Plan, make_plan
+from rlframe.weight_sync.plan.tables import plan_tables
 from rlframe.weight_sync.proof.shares import cover
 
 
@@ -48,11 +51,11 @@ def cuts(size: int) -> st.SearchStrategy[list[slice]]:
 
 
 @st.composite
-def sides(draw: st.DrawFn, tensors: dict[str, tuple[int, ...]]) -> list[list[Cell]]:
-    """Cells of 1 to 3 ranks that together hold every tensor: two grids, so that sources may overlap partly."""
+def sides(draw: st.DrawFn, tensors: dict[str, tuple[int, ...]], grids: int = 2) -> list[list[Cell]]:
+    """Cells of 1 to 3 ranks that together hold every tensor: up to two grids, so that sources may overlap partly."""
     ranks: list[list[Cell]] = [[] for _ in range(draw(st.integers(1, 3)))]
     for name, (rows, cols) in tensors.items():
-        for replica in range(draw(st.integers(1, 2))):
+        for replica in range(draw(st.integers(1, grids))):
             for row in draw(cuts(rows)):
                 for col in draw(cuts(cols)):
                     rank = draw(st.integers(0, len(ranks) - 1))
@@ -96,6 +99,24 @@ def test_every_destination_element_is_written_once_from_the_right_source(data: s
                 assert torch.equal(box.view(parameters), expected)
         elements += sum(value.numel() for value in parameters.values())
     assert plan.total_bytes == 4 * elements
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_plan_made_with_arrays_is_the_one_made_box_by_box(data: st.DataObject) -> None:
+    sizes = st.tuples(st.integers(1, 6), st.integers(1, 6))
+    tensors = {"a": data.draw(sizes), "b": data.draw(sizes)}
+    sources, destinations = (
+        [layout_of(cells, tensors)[0] for cells in data.draw(sides(tensors, data.draw(st.integers(1, 2))))]
+        for _ in range(2)
+    )
+    places = st.tuples(st.sampled_from(["one", "two"]), st.sampled_from(["cpu", "gpu 0", "gpu 1"]))
+    here, there = ([data.draw(places) for _ in side] for side in (sources, destinations))
+    plan = plan_tables(sources, destinations, here, there)
+    if plan is not None:
+        assert [list(copies) for copies in plan] == [
+            list(copies) for copies in plan_piecewise(sources, destinations, here, there)
+        ]
 
 
 def view(parameters: dict[str, Tensor], copy: Copy, *, write: bool) -> Tensor:

@@ -23,7 +23,9 @@ from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.rollout.transformers.engine import load_weights
 from rlframe.weight_sync.layout.boxes import window
 from rlframe.weight_sync.layout.memory import MemoryLayout, record, record_loader
-from rlframe.weight_sync.plan.planner import Copy, Plan, make_plan
+from rlframe.weight_sync.plan.copies import Copy
+from rlframe.weight_sync.plan.piecewise import plan_piecewise
+from rlframe.weight_sync.plan.planner import Plan, make_plan
 from rlframe.weight_sync.proof.digest import digest
 from rlframe.weight_sync.proof.shares import cover
 
@@ -320,8 +322,16 @@ def test_between_equal_layouts_on_the_same_devices_nothing_leaves_its_device(dat
 
 
 def plan_of(trainer: list[Rank], engine: list[Rank], places: dict[str, list[str]]) -> Plan:
-    """The plan between them."""
-    return make_plan([rank.layout for rank in trainer], [rank.layout for rank in engine], **places)
+    """The plan between them, which is the same whether made with arrays or box by box."""
+    sources, destinations = [rank.layout for rank in trainer], [rank.layout for rank in engine]
+    plan = make_plan(sources, destinations, **places)
+    here, there = (
+        list(zip(places[f"{side}_hosts"], places.get(f"{side}_devices", ["cpu"] * len(ranks)), strict=True))
+        for side, ranks in (("source", trainer), ("destination", engine))
+    )
+    by_box = plan_piecewise(sources, destinations, here, there)
+    assert [list(copies) for copies in plan.copies] == [list(copies) for copies in by_box]
+    return plan
 
 
 def view(parameters: dict[str, Tensor], copy: Copy, *, write: bool) -> Tensor:

@@ -75,7 +75,7 @@ def disk(facts: Facts) -> Iterator[Finding]:
         yield warning(
             f"{found.folder} is written with {found.mib_per_s:g} MiB/s, so that 16 GB take "
             f"{16e9 / 2**20 / found.mib_per_s:.0f} s",
-            "python -m rlframe.main --config-name NAME checkpoint.asynchronous=true  # or output=FOLDER elsewhere",
+            "python -m rlframe.main --config-name NAME checkpoint.every_steps=200  # or output=FOLDER elsewhere",
         )
 
 

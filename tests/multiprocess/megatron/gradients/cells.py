@@ -11,7 +11,13 @@ from typing import Any
 from rlframe.algorithms.base import Algorithm
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.sft import Sft, SftConfig
-from rlframe.megatron.config.options import MoeConfig, Recompute, RecomputeConfig
+from rlframe.megatron.config.options import (
+    ContextCommunication,
+    ContextParallelConfig,
+    MoeConfig,
+    Recompute,
+    RecomputeConfig,
+)
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.ops.aggregation import Aggregation
 from tests.multiprocess.megatron.forced_routes import ROUTES
@@ -21,9 +27,15 @@ LENGTHS = [5, 17, 2, 9, 30, 1, 12, 6]
 CONSTANT_LENGTH = 20
 TEMPERATURE = 0.8
 GRPO = {"clip_low": 0.2, "clip_high": 0.3, "kl_coefficient": 0.05, "entropy_coefficient": 0.01, "group_size": 2}
-MODELS = {"dense": ("qwen3", {})} | dict.fromkeys(("moe", "replayed"), ("qwen3_moe", {"mlp_only_layers": [1]}))
+MODELS = dict.fromkeys(("dense", "shared"), ("qwen3", {})) | dict.fromkeys(
+    ("moe", "replayed", "shared_moe"), ("qwen3_moe", {"mlp_only_layers": [1]})
+)
 """Four layers each; those with experts have one dense layer, and their embedding for an output layer. The routers of
-the last one choose what its batch says, at random, and so do transformers'."""
+`replayed` choose what its batch says, at random, and so do transformers'. The rollouts of `shared` begin alike, and
+what they have in common is computed once."""
+SHARED = {"shared": 5, "shared_moe": 5}
+"""Models of which the rollouts of a prompt have the first tokens in common, and at most how many."""
+SHARED_MUTATIONS = ("prompt_of_the_first_only", "positions_from_zero")
 WHOLE, BUDGET, SINGLE = "whole", "budget", "single"
 """Splits into micro-batches: one per rank, packed up to 31 tokens, or each sequence alone."""
 
@@ -51,10 +63,14 @@ class Setup:
     model: str
     cells: tuple[Cell, ...] = field(repr=False)
     recompute: Recompute = Recompute.NONE
+    communication: ContextCommunication = ContextCommunication.P2P
+    long: bool = False
+    """Whether memory is saved as for long sequences: inputs of layers in host memory, logits by chunks."""
 
     def __str__(self) -> str:
         again = {Recompute.NONE: "", Recompute.FULL: " recompute", Recompute.SELECTIVE: " recompute experts"}
-        return f"{self.model} {self.parallel}{again[self.recompute]}"
+        how = "" if self.communication is ContextCommunication.P2P else f" {self.communication}"
+        return f"{self.model} {self.parallel}{how}{again[self.recompute]}{' long' if self.long else ''}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -65,6 +81,11 @@ class Setup:
             "recompute": self.recompute,
             "recompute_options": RecomputeConfig(modules=modules),
             "moe": MoeConfig(router_replay=self.model == "replayed"),
+            "context_parallel": ContextParallelConfig(communication=self.communication),
+            "offload_activations": self.long,
+            # Divides no rank's tokens: the last chunk is shorter.
+            "logits_chunk_tokens": 7 if self.long else None,
+            "share_prompts": self.model in SHARED,
         }
 
 
@@ -110,9 +131,28 @@ def setups() -> list[Setup]:
             parallel = Parallel(**layout) if isinstance(layout, dict) else Parallel.parse(layout)
             found.append(Setup(parallel, name, tuple(itertools.islice(cells, CELLS_PER_SETUP)), recompute))
     joined: dict[tuple[Parallel, str, Recompute], list[Cell]] = {}
-    for setup in found + replayed_setups() + mutated_setups():
+    for setup in found + replayed_setups() + shared_setups() + mutated_setups():
         joined.setdefault((setup.parallel, setup.model, setup.recompute), []).extend(setup.cells)
-    return [Setup(parallel, model, tuple(cells), how) for (parallel, model, how), cells in joined.items()]
+    built = [Setup(parallel, model, tuple(cells), how) for (parallel, model, how), cells in joined.items()]
+    return built + long_setups()
+
+
+def long_setups() -> list[Setup]:
+    """What serves long sequences: exchange of heads between context-parallel ranks, inputs of layers in host memory,
+    logits by chunks."""
+    cells = (
+        Cell("grpo", Aggregation.SEQ_MEAN_TOKEN_MEAN, BUDGET),
+        Cell("sft", Aggregation.TOKEN_MEAN, WHOLE),
+        Cell("grpo", Aggregation.SEQ_MEAN_TOKEN_MEAN, SINGLE, "missing_sum"),
+    )
+    a2a = ContextCommunication.A2A
+    return [
+        Setup(Parallel(cp=2), "dense", cells, communication=a2a),
+        Setup(Parallel(), "moe", cells[:2], Recompute.FULL, long=True),
+        Setup(Parallel.parse("t2"), "dense", cells[:2], Recompute.FULL, long=True),
+        Setup(Parallel.parse("c2p2"), "dense", cells[:2], Recompute.FULL, communication=a2a, long=True),
+        Setup(Parallel.parse("t2c2|ffn:e4"), "moe", cells[:2], Recompute.FULL, long=True),
+    ]
 
 
 def replayed_setups() -> list[Setup]:
@@ -126,6 +166,23 @@ def replayed_setups() -> list[Setup]:
         ("t2p2", Recompute.FULL, right),
     ]
     return [Setup(Parallel.parse(layout), "replayed", cells, how) for layout, how, cells in layouts]
+
+
+def shared_setups() -> list[Setup]:
+    """Shared prompts in every way to cut the tokens and the layers, and with recomputation."""
+    right = (Cell("grpo", Aggregation.TOKEN_MEAN, WHOLE), Cell("sft", Aggregation.SEQ_MEAN_TOKEN_SUM, BUDGET))
+    mutations = tuple(Cell("grpo", Aggregation.TOKEN_MEAN, WHOLE, each) for each in SHARED_MUTATIONS)
+    layouts: list[tuple[str, str, Recompute]] = [
+        ("shared", "d1", Recompute.NONE),
+        ("shared", "d2", Recompute.FULL),
+        ("shared", "t2p2", Recompute.NONE),
+        ("shared_moe", "t2|ffn:e2", Recompute.NONE),
+        ("shared_moe", "p2v2", Recompute.SELECTIVE),
+    ]
+    return [
+        Setup(Parallel.parse(layout), model, right + (mutations if layout == "d1" else ()), how)
+        for model, layout, how in layouts
+    ]
 
 
 def mutated_setups() -> list[Setup]:

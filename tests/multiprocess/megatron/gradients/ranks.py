@@ -15,6 +15,7 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.messages.microbatch import Microbatch, split
 from rlframe.models.config import ModelConfig
+from rlframe.ops import prefixes
 from rlframe.ops.packing import stretch
 from rlframe.types.batch import TrainBatch
 from tests.multiprocess.megatron.forced_routes import ROUTES
@@ -22,6 +23,7 @@ from tests.multiprocess.megatron.gradients.cells import (
     BUDGET,
     EVERY_CELL,
     LENGTHS,
+    SHARED_MUTATIONS,
     SINGLE,
     TEMPERATURE,
     Cell,
@@ -51,6 +53,8 @@ def on_rank(
     from rlframe.megatron.worker import environment, parallel  # noqa: PLC0415
     from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
+    # However few tokens two rollouts have in common.
+    prefixes.FEWEST_TOKENS = 1
     results = []
     for index, setup in enumerate(setups):
         batch = batches[setup.model]
@@ -71,7 +75,8 @@ def facts(trainer: Any, batch: TrainBatch) -> dict[str, Any]:
     cell = EVERY_CELL[0]
     batch = replace(batch, kept=torch.arange(batch.num_sequences) % 2 == 0)
     dp = Parallel.parse(trainer.setup.train.parallel).dp
-    ranks, plan = split(batch, algorithm(cell).token_weights(batch), num_ranks=dp, max_tokens=40)
+    share = trainer.setup.train.share_prompts
+    ranks, plan = split(batch, algorithm(cell).token_weights(batch), num_ranks=dp, max_tokens=40, share_prompts=share)
     mine = ranks[trainer.coordinates.dp_rank].microbatches()
     weights = trainer.export(list(trainer.layout.tensors), torch.float32)
     logprobs = trainer.logprobs(mine, reference=False)
@@ -95,7 +100,8 @@ def measure(trainer: Any, cell: Cell, batch: TrainBatch) -> dict[str, Any]:
 
     dp = Parallel.parse(trainer.setup.train.parallel).dp
     with mutated(trainer, cell) as weights_of:
-        mine = shares(batch, weights_of(batch), dp, cell.split)[trainer.coordinates.dp_rank]
+        share = trainer.setup.train.share_prompts
+        mine = shares(batch, weights_of(batch), dp, cell.split, share_prompts=share)[trainer.coordinates.dp_rank]
         if cell.mutation in ROUTES:
             change = ROUTES[cell.mutation]
             mine = [replace(each, batch=replace(each.batch, routes=change(each.batch.routes))) for each in mine]
@@ -118,12 +124,42 @@ def mutated(trainer: Any, cell: Cell) -> Iterator[Any]:
         right, config.finalize_model_grads_func = config.finalize_model_grads_func, lambda *_, **__: None
         yield weights_of
         config.finalize_model_grads_func = right
+    elif cell.mutation in SHARED_MUTATIONS:
+        with wrongly_shared(cell.mutation):
+            yield weights_of
     elif cell.mutation == "swapped_expert":
         swap_experts(trainer.model.parameters)
         yield weights_of
         swap_experts(trainer.model.parameters)
     else:
         yield weights_of
+
+
+@contextmanager
+def wrongly_shared(mutation: str) -> Iterator[None]:
+    """Shared keys have the gradient of the first rollout only, or every rollout's positions begin at its own tokens."""
+    from rlframe.megatron.packed import shared_prompts  # noqa: PLC0415 - see on_rank
+
+    def first_only(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        first = torch.tensor([rows.tolist().index(row) for row in range(ctx.num_rows)])
+        return grad[first], None
+
+    def from_zero(cls: Any, rows: Tensor, positions: Tensor, lengths: Tensor, bounds: Tensor) -> Any:
+        found = right.__func__(cls, rows, positions, lengths, bounds)
+        counts = bounds.diff()
+        return replace(
+            found, positions=torch.arange(int(bounds[-1])) - torch.repeat_interleave(bounds[:-1].long(), counts)
+        )
+
+    kind, name, wrong = {
+        "prompt_of_the_first_only": (shared_prompts.TakeRows, "backward", staticmethod(first_only)),
+        "positions_from_zero": (shared_prompts.SharedPrompts, "of", classmethod(from_zero)),
+    }[mutation]
+    right = kind.__dict__[name]
+    setattr(kind, name, wrong)
+    yield
+    setattr(kind, name, right)
 
 
 def swap_experts(parameters: dict[str, Tensor]) -> None:
@@ -136,10 +172,13 @@ def swap_experts(parameters: dict[str, Tensor]) -> None:
         second.copy_(kept)
 
 
-def shares(batch: TrainBatch, weights: Tensor, dp: int, how: str) -> list[list[Microbatch]]:
+def shares(
+    batch: TrainBatch, weights: Tensor, dp: int, how: str, *, share_prompts: bool = False
+) -> list[list[Microbatch]]:
     """Micro-batches by data-parallel rank."""
     if how != SINGLE:
-        parts, _ = split(batch, weights, num_ranks=dp, max_tokens=31 if how == BUDGET else batch.num_tokens)
+        budget = 31 if how == BUDGET else batch.num_tokens
+        parts, _ = split(batch, weights, num_ranks=dp, max_tokens=budget, share_prompts=share_prompts)
         return [part.microbatches() for part in parts]
     count = -(-batch.num_sequences // dp)
     plan = [stretch([[i] for i in range(first, batch.num_sequences, dp)], count) for first in range(dp)]

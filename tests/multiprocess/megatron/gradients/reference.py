@@ -11,7 +11,15 @@ from rlframe.cluster.config import Device
 from rlframe.ops.aggregation import Aggregation
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from tests.multiprocess.megatron.forced_routes import force_routes, make_routes
-from tests.multiprocess.megatron.gradients.cells import CONSTANT_LENGTH, GRPO, LENGTHS, LOSSES, MODELS, TEMPERATURE
+from tests.multiprocess.megatron.gradients.cells import (
+    CONSTANT_LENGTH,
+    GRPO,
+    LENGTHS,
+    LOSSES,
+    MODELS,
+    SHARED,
+    TEMPERATURE,
+)
 from tests.tiny_models import make, on_disk
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "initializer_range": 0.106}
@@ -30,11 +38,14 @@ def logprobs_and_entropies(model: Any, batch: Sequences) -> tuple[Tensor, Tensor
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def make_batch(model: Any, *, routes: Tensor | None = None) -> TrainBatch:
+def make_batch(model: Any, *, routes: Tensor | None = None, shared: int = 0) -> TrainBatch:
     """Rollouts whose probability ratios lie inside and outside of the clip range, on both sides.
 
     The bounds are log 0.8 = -0.22 and log 1.3 = 0.26 nats. No token is near one: in bfloat16 it would be clipped or not
     by chance, and its whole gradient with it.
+
+    Args:
+        shared: greatest number of first tokens that the rollouts of a prompt have in common.
     """
     generator = torch.Generator().manual_seed(1)
     total = sum(LENGTHS)
@@ -55,6 +66,10 @@ def make_batch(model: Any, *, routes: Tensor | None = None) -> TrainBatch:
         versions=torch.zeros(sum(LENGTHS), dtype=torch.int64),
         routes=routes,
     )
+    pieces = batch.token_ids.split(LENGTHS)
+    for first, second in zip(pieces[::2], pieces[1::2], strict=True):
+        count = min(len(first), len(second), shared)
+        second[:count] = first[:count]
     with torch.no_grad():
         logprobs, _ = logprobs_and_entropies(model, batch)
     batch.rollout_logprobs = (logprobs + noise(0.1)) * mask
@@ -123,7 +138,8 @@ def expectation(name: str, folder: pathlib.Path, dtype: torch.dtype, device: Dev
     model = make(kind, folder, num_hidden_layers=4, **changes | wide).to(dtype)
     model.save_pretrained(folder)
     model = model.float()
-    batch, found = make_batch(model, routes=make_routes(model, sum(LENGTHS)) if name == "replayed" else None), {}
+    routes = make_routes(model, sum(LENGTHS)) if name == "replayed" else None
+    batch, found = make_batch(model, routes=routes, shared=SHARED.get(name, 0)), {}
     logprobs, entropies = logprobs_and_entropies(model, batch)
     for loss, mode in LOSSES:
         value = aggregate(token_losses(loss, batch, logprobs, entropies), batch, mode)

@@ -66,6 +66,15 @@ LIMITS = [
 ]
 
 
+def test_responses_that_are_cut_off_less_and_less_are_no_alert() -> None:
+    falling = [0.9 - 0.01 * step for step in range(30)]
+    assert first(rules.Truncated(rules.TruncatedConfig()), "rollout/truncated_fraction", falling) is None
+    # It falls for 20 steps and then stays: the first half of the last 20 is above it until step 34.
+    stuck = [*falling[:20], *[0.7] * 20]
+    found = first(rules.Truncated(rules.TruncatedConfig()), "rollout/truncated_fraction", stuck)
+    assert found is not None and 30 < found[0] <= 40
+
+
 @pytest.mark.parametrize(("alert", "bad", "good", "said"), LIMITS, ids=lambda each: type(each).__name__)
 def test_a_limit_counts_steps_in_a_row(alert: rules.Limit[Any], bad: float, good: float, said: str) -> None:
     found = first(alert, alert.metric, [bad, bad, good, bad, bad, good, bad, bad, bad])

@@ -1,5 +1,6 @@
 """What is written is read back and compared, and damage is named with file and tensor."""
 
+import os
 import re
 import zlib
 from pathlib import Path
@@ -9,9 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from rlframe.megatron.checkpoint import files as checkpoint_files
+from rlframe.megatron.checkpoint import writer
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS, read_entries, verify_share
-from rlframe.megatron.checkpoint.files import Staged, seal, write
+from rlframe.megatron.checkpoint.files import seal, write
+from rlframe.megatron.checkpoint.staging import HostMemory, Staged
 from rlframe.utils.errors import CheckpointError, OutputError
 from rlframe.utils.sealed import read_sealed, write_sealed
 
@@ -40,7 +42,14 @@ def saved(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "common.pt").write_bytes(b"common")
     job = staged(folder, tensors())
-    seal(job, [write(job, verify=True)])
+    seal(
+        job,
+        [
+            write(
+                job,
+            )
+        ],
+    )
     return folder
 
 
@@ -69,10 +78,17 @@ def test_every_byte_of_every_file_has_a_checksum(saved: Path) -> None:
 def test_a_staged_state_does_not_change_with_the_live_one(tmp_path: Path) -> None:
     live = tensors()
     job = staged(tmp_path, live)
-    job.stage_on_host()
+    job.stage_on_host(HostMemory(torch.device("cpu")))
     for value in live.values():
         value.fill_(-1)
-    seal(job, [write(job, verify=True)])
+    seal(
+        job,
+        [
+            write(
+                job,
+            )
+        ],
+    )
     empty = {name: torch.empty_like(value) for name, value in live.items()}
     dcp.load(empty, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
     assert all(torch.equal(empty[name], value) for name, value in tensors().items())
@@ -134,19 +150,20 @@ def damaged(folder: Path, rank: int, world: int) -> bool:
 
 
 def test_a_disk_that_loses_data_is_noticed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = checkpoint_files._write_file
+    real = writer._File.flush
 
-    def lossy(job: Staged) -> tuple:
-        answer = real(job)
-        with (job.folder / DATA).open("r+b") as file:
-            file.seek(-70, 2)
-            file.write(bytes(8))
-        return answer
+    def lossy(file: writer._File) -> None:
+        real(file)
+        with file.path.open("r+b") as again:
+            again.seek(-70, 2)
+            again.write(bytes(8))
+            again.flush()
+            os.fsync(again.fileno())
 
-    monkeypatch.setattr(checkpoint_files, "_write_file", lossy)
+    monkeypatch.setattr(writer._File, "flush", lossy)
     with pytest.raises(CheckpointError, match="the disk or the network to it loses data"):
-        write(staged(tmp_path, tensors()), verify=True)
-    assert write(staged(tmp_path, tensors()), verify=False).verify_s < 0.01
+        write(staged(tmp_path, tensors()))
+    assert write(staged(tmp_path, tensors()), read_back=0.0).verify_s < 0.01
 
 
 def test_a_checkpoint_without_checksums_says_what_to_set(saved: Path) -> None:
@@ -185,7 +202,7 @@ def test_a_list_of_another_format_is_refused(saved: Path) -> None:
 
 def test_a_disk_that_is_full_or_gone_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot be written: No such file"):
-        write(staged(tmp_path / "gone", tensors()), verify=True)
+        write(staged(tmp_path / "gone", tensors()))
     (tmp_path / DATA).symlink_to("/dev/full")
     with pytest.raises(OutputError, match=f"{DATA} cannot be written: No space left on device; the disk is full"):
-        write(staged(tmp_path, tensors()), verify=True)
+        write(staged(tmp_path, tensors()))

@@ -33,7 +33,14 @@ class Planted:
 def saved(tmp_path: pathlib.Path) -> pathlib.Path:
     """A folder that torch's own writer has written `.metadata` to."""
     job = staged(tmp_path, tensors())
-    seal(job, [write(job, verify=True)])
+    seal(
+        job,
+        [
+            write(
+                job,
+            )
+        ],
+    )
     return tmp_path
 
 

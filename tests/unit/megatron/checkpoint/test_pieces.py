@@ -12,9 +12,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rlframe.megatron.checkpoint.files import Staged, seal, write
+from rlframe.megatron.checkpoint.files import seal, write
 from rlframe.megatron.checkpoint.pieces import LoadPieces, SavePieces
 from rlframe.megatron.checkpoint.reading import Reader
+from rlframe.megatron.checkpoint.staging import Staged
 from rlframe.utils.errors import CheckpointError
 
 WHOLE = torch.arange(24.0).view(4, 6)
@@ -60,7 +61,14 @@ def write_pieces(folder: Path, pieces: list[Any]) -> None:
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     items = [(item, planner.resolve_data(item)) for item in plan.items]
     job = Staged(folder=folder, rank=0, items=items, metadata=metadata)
-    seal(job, [write(job, verify=True)])
+    seal(
+        job,
+        [
+            write(
+                job,
+            )
+        ],
+    )
 
 
 def read(folder: Path, *pieces: Any) -> LoadPieces:

@@ -59,7 +59,9 @@ def test_the_writer_of_torch_flushes_after_each_entry_and_names_files_after_rank
 
     job = staged(tmp_path, tensors())
     job.rank = 3
-    entries = write(job, verify=True).entries
+    entries = write(
+        job,
+    ).entries
     assert [entry.name.split()[0] for entry in entries] == list(tensors())
     assert {entry.file for entry in entries} == {"__3_0.distcp"}
     assert sum(entry.length for entry in entries) == (tmp_path / "__3_0.distcp").stat().st_size

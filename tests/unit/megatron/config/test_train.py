@@ -115,6 +115,8 @@ def test_the_token_budget_is_per_rank_and_context_parallel_ranks_share_a_sequenc
         ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch must be at least 1, got 0"),
         ({"num_minibatches": 0}, "num_minibatches must be at least 1, got 0"),
         ({"epochs_per_batch": -1}, "epochs_per_batch must be at least 1, got -1"),
+        ({"logits_chunk_tokens": 0}, "logits_chunk_tokens must be at least 1, got 0"),
+        ({"offload_activations": True}, "offload_activations needs recompute=full with .*got recompute=none"),
     ],
 )
 def test_train_settings_out_of_range_are_refused(wrong: dict, message: str) -> None:

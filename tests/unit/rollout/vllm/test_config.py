@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from rlframe.models.families.base import Architecture
-from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.config import VllmConfig, slot_rank
 from rlframe.rollout.vllm.launch import CPU_CACHE_BYTES, LEAST_CLAIM, memory_options
 
 
@@ -82,3 +82,29 @@ def test_an_engine_with_a_cache_of_a_given_size_asks_for_no_part_of_the_device()
     assert memory_options(VllmConfig(kv_cache_gb=4, sleep_level=0), cuda=True) == of
     assert memory_options(VllmConfig(), cuda=False)["kv_cache_memory_bytes"] == CPU_CACHE_BYTES
     assert memory_options(VllmConfig(kv_cache_gb=0.5), cuda=False)["kv_cache_memory_bytes"] == 500_000_000
+
+
+def test_vllm_keeps_adapters_in_memory_of_the_next_rank_that_it_knows() -> None:
+    assert [slot_rank(rank) for rank in (1, 4, 8, 17, 33, 512)] == [1, 8, 8, 32, 64, 512]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "rank", "message"),
+    [
+        ({}, "q_proj", 32, None),
+        ({}, "down_proj", 513, "train.lora.rank must be at most 512 with weight_sync.lora=adapter"),
+        ({}, "in_proj_ba", 8, "must be merged with adapters of model.layers.0.mlp.in_proj_ba.weight"),
+        (
+            {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 48, "moe_layers": (True, True)},
+            "q_proj",
+            8,
+            "weight_sync.lora must be merged for qwen3, which has experts",
+        ),
+    ],
+)
+def test_adapters_that_vllm_cannot_hold_are_refused(
+    changes: dict[str, Any], tensor: str, rank: int, message: str | None
+) -> None:
+    found = VllmConfig().adapter_faults(architecture(**changes), [f"model.layers.0.mlp.{tensor}.weight"], rank=rank)
+    texts = [str(fault) for fault in found]
+    assert texts == [] if message is None else message in texts[0]

@@ -109,7 +109,7 @@ def followed(routed: np.ndarray | None, reason: str) -> PendingRequest:
     """A request whose prompt has 1 token and whose response has 2, after vLLM's last piece came with `routed`."""
     pytest.importorskip("vllm")
 
-    async def outputs(*arguments: Any) -> AsyncIterator[Any]:
+    async def outputs(*arguments: Any, **named: Any) -> AsyncIterator[Any]:
         first, last = piece([5]), piece([6], reason)
         last.routed_experts = routed
         for each in (first, last):
@@ -126,7 +126,7 @@ def test_a_request_that_has_not_begun_begins_again_in_another_epoch():
     pytest.importorskip("vllm")
     prompts: list[dict[str, Any]] = []
 
-    async def outputs(prompt: dict[str, Any], *arguments: Any) -> AsyncIterator[Any]:
+    async def outputs(prompt: dict[str, Any], *arguments: Any, **named: Any) -> AsyncIterator[Any]:
         prompts.append(prompt)
         if len(prompts) == 1:
             one.epoch = 2
@@ -147,7 +147,7 @@ def test_a_request_that_has_not_begun_begins_again_in_another_epoch():
 def test_an_abort_that_overtakes_its_request_ends_it_at_its_first_token():
     pytest.importorskip("vllm")
 
-    async def outputs(*arguments: Any) -> AsyncIterator[Any]:
+    async def outputs(*arguments: Any, **named: Any) -> AsyncIterator[Any]:
         one.aborted = True
         yield SimpleNamespace(outputs=[piece([5])])
         yield SimpleNamespace(outputs=[piece([6])])
@@ -174,7 +174,7 @@ class Scoring:
         flat = SimpleNamespace(token_ids=[8, 7], logprobs=[-1.0, -2.0])
         self._output = SimpleNamespace(prompt_logprobs=flat, outputs=[SimpleNamespace(routed_experts=routed)])
 
-    async def generate(self, *arguments: Any) -> AsyncIterator[Any]:
+    async def generate(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
         yield self._output
 
 

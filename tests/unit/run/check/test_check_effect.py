@@ -51,6 +51,18 @@ AHEAD = ["cluster.colocate=false", "loop.max_policy_lag=2"]
         ),
         (
             "grpo_qwen3_moe",
+            ["train.context_parallel.communication=a2a"],
+            "train.context_parallel.communication has no effect with train.parallel=d2e2, where no two ranks share a "
+            "sequence, got a2a; remove it",
+        ),
+        (
+            "reward_model_qwen3_moe_tiny",
+            ["train.logits_chunk_tokens=512"],
+            "train.logits_chunk_tokens has no effect with algorithm.name=reward_model, whose loss reads more than "
+            "logprobs and entropies, got 512; remove it",
+        ),
+        (
+            "grpo_qwen3_moe",
             ["train.optimizer.decay_fraction=0.5"],
             "train.optimizer.decay_fraction has no effect with schedule=linear, only with wsd, got 0.5; remove it",
         ),

@@ -1,5 +1,6 @@
 """Rules between the options of training and the model, the devices and the algorithm."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.families.base import Architecture
 from rlframe.run.check import train as check_train
 from rlframe.utils.build import build
+from rlframe.utils.errors import ConfigError
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -50,6 +52,10 @@ def faults(architecture: Architecture, *, cuda: bool = True, online: bool = True
     ("train", "start"),
     [
         ({"fp8": {"recipe": "delayed"}}, "train.fp8.recipe needs CUDA and Transformer Engine, got delayed on a CPU"),
+        (
+            {"recompute": "full", "offload_activations": True},
+            "train.offload_activations needs CUDA and Transformer Engine, got true on a CPU",
+        ),
         ({"optimizer": {"precision_aware": True}}, "train.optimizer.precision_aware needs CUDA and Transformer Engine"),
         ({"optimizer": {"cpu_offload_fraction": 0.5}}, "train.optimizer.cpu_offload_fraction needs CUDA"),
         ({"kernels": {"rope_fusion": False}}, "train.kernels.rope_fusion has no effect on a CPU, got false"),
@@ -159,3 +165,34 @@ def test_a_policy_sleeps_only_where_somebody_takes_its_place() -> None:
     for online, colocate in ((True, False), (False, True)):
         (fault,) = map(str, check_train.sleep_faults(config, online=online, shared=colocate))
         assert fault.startswith("train.offload_optimizer has no effect with")
+
+
+@pytest.mark.parametrize(
+    ("layers", "train", "start"),
+    [
+        (0, {"mtp": {"mode": "keep"}}, "train.mtp.mode must be drop, got keep: config.json of qwen3 promises no layer"),
+        (2, {"mtp": {"mode": "train"}}, "train.mtp.mode must be drop, got train: config.json promises 2 layers"),
+        (1, {"mtp": {"mode": "train"}, "parallel": "d1p2"}, "train.mtp.mode must be drop or keep with pp 2, got train"),
+        (1, {"mtp": {"mode": "train"}, "share_prompts": True}, "train.mtp.mode must be drop or keep with train.share_"),
+        (1, {"mtp": {"mode": "train"}, "logits_chunk_tokens": 8}, "train.mtp.mode must be drop or keep with train.log"),
+    ],
+)
+def test_a_head_for_multi_token_prediction_that_cannot_be_kept_is_refused(
+    layers: int, train: dict[str, Any], start: str
+) -> None:
+    (fault,) = faults(replace(DENSE, mtp_layers=layers), **train)
+    assert fault.startswith(start), fault
+    assert not faults(replace(DENSE, mtp_layers=1), mtp={"mode": "keep"}, parallel="d1p2")
+
+
+@pytest.mark.parametrize(
+    ("train", "start"),
+    [
+        ({"mtp": {"loss_scaling_factor": 0.2}}, "mtp.loss_scaling_factor has no effect with mode=drop, got 0.2"),
+        ({"mtp": {"mode": "keep", "detach": False}}, "mtp.detach has no effect with mode=keep"),
+        ({"mtp": {"mode": "train"}, "lora": {"rank": 4}}, "mtp.mode must be drop or keep with lora, got train"),
+    ],
+)
+def test_settings_of_the_head_that_contradict_others_are_refused(train: dict[str, Any], start: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(start)):
+        build(TrainConfig, train)

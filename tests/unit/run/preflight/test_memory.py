@@ -1,6 +1,7 @@
 """Memory of a rank and of a device: golden numbers worked by hand from the published dimensions."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from rlframe.run.preflight.devices import KINDS, named
 from rlframe.run.preflight.parts import Part, Phase, Process
 from rlframe.run.preflight.plan import Plan
 from rlframe.run.preflight.weights import Counter
-from tests.unit.run.preflight.models import MOE, QWEN3_4B, planned
+from tests.unit.run.preflight.models import MOE, QWEN3_4B, SPARSE, planned
 
 ATTENTION = 2048 * (32 + 4 + 4) * 128 + 32 * 128 * 2048 + 2 * 128
 """Parameters of a layer of Qwen3-30B-A3B: query, key, value and output matrices, and two norms of heads."""
@@ -151,3 +152,38 @@ def test_main_weights_and_moments_that_wait_in_host_memory_leave_the_device(tmp_
     transient = sum(part.bytes for part in stays.trainer.process().work[Phase.TRAIN])
     assert freed == pytest.approx(16 * 4_022_468_096 + transient)
     assert sleeps.host_bytes - stays.host_bytes == 12 * 4_022_468_096
+
+
+def test_a_long_sequence_keeps_its_layers_inputs_on_the_host_and_few_logits(tmp_path: Path) -> None:
+    settings = ("train.parallel=c2", "train.max_tokens_per_microbatch=65536", "train.recompute=full")
+    tokens, hidden, vocabulary = 65536, 2560, 151936
+    plain = planned(tmp_path / "a", QWEN3_4B, *settings, "rollout.max_tokens=130000")
+    whole = plain.trainer
+    assert part(plain, Phase.TRAIN, "logits") == whole.tokens * vocabulary * 2
+    long = replace(
+        plain.run.train, offload_activations=True, logits_chunk_tokens=4096, max_tokens_per_microbatch=tokens
+    )
+    memory = replace(whole, train=long, tokens=tokens, microbatches=1)
+    kept = {each.name: each.bytes for each in memory.process().at(Phase.TRAIN)}
+    # Of 36 inputs two are on the device; each is pinned in the next power of two of its bytes.
+    assert kept["activations"] == 2 * tokens * hidden * 2
+    assert memory.host_activations() == 36 * 2**29 and 2**28 < tokens * hidden * 2 <= 2**29
+    (logits, states) = memory._end(memory.stages()[0])
+    assert logits == 4096 * vocabulary * 2
+    assert states == 4 * tokens * hidden * 2
+
+
+def test_masks_of_sparse_attention_are_kept_by_every_layer_whatever_is_recomputed(tmp_path: Path) -> None:
+    name = "masks of sparse attention"
+    settings = ("train.parallel=d1", "train.max_tokens_per_microbatch=16384", "rollout.max_tokens=8192")
+    plans = [planned(tmp_path, SPARSE, *settings, f"train.recompute={recompute}") for recompute in ("none", "full")]
+    layers, tokens, length = (
+        plans[0].architecture.num_layers, plans[0].trainer.tokens, plans[0].workload.sequence_tokens,
+    )  # fmt: skip
+    assert tokens > length > 2048
+    # A byte for each query, key and layer, and 2 of what is added to the scores: by each layer, or by the one at work.
+    assert part(plans[0], Phase.TRAIN, name) == tokens * length * (layers + layers * 2)
+    assert part(plans[1], Phase.TRAIN, name) == tokens * length * (layers + 2)
+    assert part(plans[0], Phase.LOGPROBS, name) == tokens * length * (layers + 2)
+    seen = planned(tmp_path, SPARSE | {"index_topk": length}, *settings)
+    assert not [each for _, each in seen.devices[0].at(Phase.TRAIN) if each.name == name], "all keys are seen"

@@ -1,10 +1,12 @@
 """Operations against what the benchmarks of training count, and the model of decoding against hand arithmetic."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlframe.megatron.config.options import ContextCommunication, ContextParallelConfig
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.families.qwen3_next import FAMILY as QWEN3_NEXT
@@ -100,3 +102,18 @@ def test_muon_adds_the_products_that_orthogonalise_shared_by_the_ranks_of_a_stag
     saved = 36 * sum(a * b for a, b in shapes) * 4 * 2 / (speeds.memory * constants.OPTIMIZER_BANDWIDTH)
     assert one[1] - one[0] == pytest.approx(products - saved)
     assert two[1] - two[0] == pytest.approx((products - saved) / 2)
+
+
+def test_heads_and_host_copies_of_a_long_sequence_take_the_links_time(tmp_path: Path) -> None:
+    settings = ("train.parallel=c4", "train.recompute=full", "train.max_tokens_per_microbatch=32768")
+    found = planned(tmp_path / "a", QWEN3_4B, *settings)
+    (stage,) = found.trainer.stages()
+    ring = found.timed(found.trainer, found.division)
+    by_heads = replace(found.run.train, context_parallel=ContextParallelConfig(communication=ContextCommunication.A2A))
+    heads = replace(ring, memory=replace(found.trainer, train=by_heads))
+    # A ring of four sends 8 heads of keys and of values three times, an exchange three quarters of 2 * (32 + 8) heads.
+    ratio = heads.one_pass(stage, backward=True).exchange / ring.one_pass(stage, backward=True).exchange
+    assert ratio == pytest.approx((2 * 40 * 3 / 4) / (2 * 8 * 3))
+    waiting = replace(ring, memory=replace(found.trainer, train=replace(found.run.train, offload_activations=True)))
+    back = waiting.one_pass(stage, backward=True).exchange - ring.one_pass(stage, backward=True).exchange
+    assert back == pytest.approx(36 * ring.tokens * 2560 * 2 / constants.HOST_BANDWIDTH)

@@ -1,0 +1,96 @@
+"""Sequences that begin with the same tokens, and what of them has to be computed only once."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from rlframe.types.batch import Sequences
+
+FEWEST_TOKENS = 8
+"""Common tokens below which two sequences are computed apart: a shorter prefix saves less than it costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The sequences of a batch that take the states of their first tokens from others."""
+
+    bundles: list[list[int]]
+    """Sequences that must lie one after the other in one micro-batch. Each takes from the last one before it that
+    takes nothing."""
+    shared: list[int]
+    """[R] number of first tokens that each sequence takes from another one. 0 if it is computed whole."""
+
+    def sizes(self, lengths: list[int]) -> list[int]:
+        """Returns the number of tokens to compute of each bundle.
+
+        Args:
+            lengths: [R] number of tokens of each sequence.
+        """
+        return [sum(lengths[index] - self.shared[index] for index in bundle) for bundle in self.bundles]
+
+
+def share_prefixes(batch: Sequences, *, num_ranks: int, max_tokens: int) -> Sharing:
+    """Returns the sharing in the families of a batch. A family is divided where it is computed in more than
+    `max_tokens` tokens, or in more than an equal part of all for each rank: each part then has the prefix once.
+
+    Units of a batch stay whole. Two sequences share what they have in common but the last token, whose successors
+    differ: the hidden state that predicts them is then computed for each.
+    """
+    sharing = _share(batch, max_tokens)
+    if num_ranks == 1:
+        return sharing
+    part = -(-sum(sharing.sizes(batch.lengths.tolist())) // num_ranks)
+    return _share(batch, min(max_tokens, part))
+
+
+def _share(batch: Sequences, max_tokens: int) -> Sharing:
+    tokens = [piece.numpy() for piece in batch.token_ids.split(batch.lengths.tolist())]
+    routes = None if batch.routes is None else _rows(batch.routes, batch.lengths)
+    shared, bundles = [0] * len(tokens), []
+    units_are_sequences = batch.units().unique().numel() == len(tokens)
+
+    def common(head: int, index: int) -> int:
+        same = _equal_rows(tokens[head], tokens[index]) - 1
+        return same if routes is None else min(same, _equal_rows(routes[head], routes[index]))
+
+    for family in _members(batch.families()):
+        runs: list[list[int]] = []
+        sizes: list[int] = []
+        for index in family:
+            offers = [common(run[0], index) for run in runs]
+            added = [len(tokens[index]) - offer for offer in offers]
+            fitting = [
+                number
+                for number, offer in enumerate(offers)
+                if offer >= FEWEST_TOKENS and (not units_are_sequences or sizes[number] + added[number] <= max_tokens)
+            ]
+            if not fitting:
+                runs.append([index])
+                sizes.append(len(tokens[index]))
+                continue
+            best = max(fitting, key=offers.__getitem__)
+            shared[index] = offers[best]
+            runs[best].append(index)
+            sizes[best] += added[best]
+        bundles += runs if units_are_sequences else [[index for run in runs for index in run]]
+    return Sharing(bundles, shared)
+
+
+def _members(families: Tensor) -> list[list[int]]:
+    members: dict[int, list[int]] = {}
+    for index, family in enumerate(families.tolist()):
+        members.setdefault(family, []).append(index)
+    return list(members.values())
+
+
+def _rows(routes: Tensor, lengths: Tensor) -> list[np.ndarray]:
+    return [piece.flatten(1).numpy() for piece in routes.split(lengths.tolist())]
+
+
+def _equal_rows(one: np.ndarray, other: np.ndarray) -> int:
+    """Returns the number of first rows in which two arrays are equal."""
+    count = min(len(one), len(other))
+    differ = one[:count] != other[:count]
+    rows = differ if differ.ndim == 1 else differ.any(1)
+    return int(rows.argmax()) if rows.any() else count

@@ -1,0 +1,95 @@
+"""Small random models with a head for multi-token prediction, and the head as transformers' own layers compute it."""
+
+import json
+import pathlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.tiny_models import make, on_disk
+
+BEHIND = "model.layers.2."
+NAMES = {
+    "deepseek_v3": (BEHIND, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), BEHIND),
+    "glm4_moe": (BEHIND, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), BEHIND),
+    "glm4_moe_lite": (BEHIND, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), BEHIND),
+    "deepseek_v32": (BEHIND, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), BEHIND),
+    "qwen3_next": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "mtp.layers.0."),
+    "qwen3_5": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "mtp.layers.0."),
+    "qwen3_5_moe": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "mtp.layers.0."),
+}
+"""By model: the beginning of the names of the head's own tensors, those names, the beginning of those of its layer."""
+LAYER = "model.layers.1."
+"""The layer of a small model that the head's is like."""
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """The head, in transformers' modules."""
+
+    trunk: Any
+    enorm: nn.Module
+    hnorm: nn.Module
+    projection: nn.Linear
+    layer: nn.Module
+    norm: nn.Module
+    name: str
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[n - 1, V] of one sequence: row i is about token i + 2 (arXiv 2412.19437, equations 21 to 23)."""
+        states = self.trunk.model(tokens[None]).last_hidden_state[:, :-1]
+        embeddings = self.trunk.model.embed_tokens(tokens[None, 1:])
+        hidden = self.projection(torch.cat([self.enorm(embeddings), self.hnorm(states)], -1))
+        positions = torch.arange(hidden.shape[1])[None]
+        rope = self.trunk.model.rotary_emb(hidden, positions)
+        count = hidden.shape[1]
+        mask = torch.full((1, 1, count, count), float("-inf")).triu(1)
+        output = self.layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+        return self.trunk.lm_head(self.norm(output[0] if isinstance(output, tuple) else output))[0]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By the checkpoint's names."""
+        prefix, names, layer = NAMES[self.name]
+        parts = (self.enorm, self.hnorm, self.projection, self.norm)
+        found = {f"{prefix}{name}.weight": part.weight.grad for name, part in zip(names, parts, strict=True)}
+        for name, value in self.layer.named_parameters():
+            if ".indexer." not in f".{name}":
+                written = on_disk(LAYER + name, value.grad, self.trunk.config.model_type)
+                found |= {layer + each.removeprefix(LAYER): gradient for each, gradient in written.items()}
+        return found
+
+
+def make_with_mtp(name: str, folder: pathlib.Path) -> Reference:
+    """Writes the model `name` with a head to `folder` / model, and returns both."""
+    trunk = make(name, folder / "model")
+    make(name, folder / "other")
+    generator = torch.Generator().manual_seed(5)
+    other = load_file(folder / "other" / "model.safetensors")
+    for key, value in other.items():
+        other[key] = value + 0.1 * torch.randn(value.shape, generator=generator)
+    save_file(other, folder / "other" / "model.safetensors", metadata={"format": "pt"})
+    layer = transformers.AutoModelForCausalLM.from_pretrained(folder / "other", dtype=torch.float32).model.layers[1]
+    hidden, norm = trunk.config.hidden_size, trunk.model.norm
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    norms = [type(norm)(hidden, eps=eps) for _ in range(3)]
+    projection = nn.Linear(2 * hidden, hidden, bias=False)
+    with torch.no_grad():
+        for part in (*norms, projection):
+            part.weight.copy_(torch.randn(part.weight.shape, generator=generator) * 0.2 + (part.weight.dim() == 1))
+    found = Reference(
+        trunk=trunk, enorm=norms[0], hnorm=norms[1], projection=projection, layer=layer, norm=norms[2], name=name
+    )
+    prefix, names, inside = NAMES[name]
+    tensors = load_file(folder / "model" / "model.safetensors")
+    for own, part in zip(names, (norms[0], norms[1], projection, norms[2]), strict=True):
+        tensors[f"{prefix}{own}.weight"] = part.weight.detach()
+    tensors |= {inside + key.removeprefix(LAYER): value for key, value in other.items() if key.startswith(LAYER)}
+    save_file(tensors, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+    config = folder / "model" / "config.json"
+    key = "num_nextn_predict_layers" if prefix == BEHIND else "mtp_num_hidden_layers"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: 1}))
+    return found

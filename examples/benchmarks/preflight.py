@@ -93,6 +93,7 @@ def predict(config: Mapping[str, Any], train: TrainConfig, lengths: list[int], m
         counter=Counter(family, architecture),
         tokens=sum(lengths),
         microbatches=microbatches,
+        sequence_tokens=max(lengths),
     )
     speeds = KINDS["h200"].speeds
     assert speeds is not None

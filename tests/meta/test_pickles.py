@@ -16,6 +16,7 @@ BETWEEN_PROCESSES = {
     "rlframe/rollout/sglang/worker.py",
     "rlframe/rollout/vllm/engine.py",
     "rlframe/rollout/vllm/worker.py",
+    "rlframe/weight_sync/layout/wire.py",
 }
 """Unpickle what another process of the same run has sent them through a pipe or a socket."""
 

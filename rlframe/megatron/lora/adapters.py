@@ -40,6 +40,7 @@ from torch import Tensor
 
 from rlframe.megatron.config.lora import LoraConfig, in_experts
 from rlframe.megatron.config.mtp import in_head
+from rlframe.megatron.vocab.frozen_head import multiplied_once
 from rlframe.models.adapters import key
 from rlframe.weight_sync.layout.boxes import Box
 from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
@@ -282,18 +283,8 @@ def _hook(lora: Lora, module: GPTModel, adapters: Mapping[int, Adapter]) -> None
 
 
 def _multiply_once(_: Any, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Makes the output layer's backward pass one product of [T, V] and [V, H].
-
-    The gradient of logits [T, 1, V] comes with the strides of a transposed [1, T, V]. By these `torch.matmul` of
-    Megatron's `LinearWithFrozenWeight` does not see that it is a matrix, and reads the whole weight for each token: 4.5
-    s for 16,384 tokens of Qwen3-8B on an H200. A weight that is trained does not meet this: `should_fold` of
-    aten/src/ATen/native/LinearAlgebra.cpp. If the test of adapters finds no "aten::bmm" without this hook, it is over.
-    """
     logits, bias = output
-    if logits.requires_grad:
-        logits = logits.view_as(logits)
-        logits.register_hook(lambda gradient: gradient.squeeze(1).unsqueeze(1))
-    return logits, bias
+    return multiplied_once(logits), bias
 
 
 def _want_gradient(_: Any, __: Any, output: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from rlframe.megatron.cpu.local_layers import WholeLinear
+from rlframe.megatron.vocab.frozen_head import multiplied_once
 
 
 class MtpHead(MegatronModule):
@@ -73,6 +74,8 @@ class ModelWithMtp(GPTModel):
         }
         states = self.mtp_head(hidden_states, embeddings, **options)
         logits, _ = self.output_layer(states, weight=weight)
+        if self.detach:
+            logits = multiplied_once(logits)
         return output, logits.transpose(0, 1).contiguous()
 
 

@@ -1,0 +1,42 @@
+"""The backward pass of a frozen output layer is one product."""
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import linear_with_frozen_weight
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from rlframe.megatron.vocab.frozen_head import multiplied_once
+
+TOKENS, VOCAB_SIZE, WIDTH = 5, 11, 3
+
+
+def backward(weight: Tensor, states: Tensor, *, once: bool) -> tuple[Tensor, set[str]]:
+    """The gradient of states behind Megatron's frozen layer, and the operations that found it."""
+    states = states.clone().requires_grad_()
+    logits = linear_with_frozen_weight(
+        states, weight, None, gradient_accumulation_fusion=False, allreduce_dgrad=False, sequence_parallel=False,
+        tp_group=None, grad_output_buffer=None, wgrad_deferral_limit=None,
+    )  # fmt: skip
+    output = (multiplied_once(logits) if once else logits).transpose(0, 1).contiguous()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        output.square().sum().backward()
+    assert states.grad is not None
+    return states.grad, {event.key for event in profiled.key_averages()}
+
+
+def test_the_weight_is_read_once_and_the_gradient_is_the_same() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(VOCAB_SIZE, WIDTH, generator=generator)
+    states = torch.randn(TOKENS, 1, WIDTH, generator=generator)
+    plain, before = backward(weight, states, once=False)
+    found, after = backward(weight, states, once=True)
+    assert "aten::bmm" in before, "torch finds the matrix itself: multiplied_once can go"
+    assert "aten::bmm" not in after and "aten::mm" in after
+    torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_logits_are_the_same(trained: bool) -> None:
+    logits = torch.arange(6.0).view(3, 1, 2).requires_grad_(trained)
+    assert torch.equal(multiplied_once(logits), logits)

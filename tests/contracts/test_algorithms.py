@@ -162,8 +162,16 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, []), *CREDITS.get(name, [])]]
 
 
-def further(case: tuple[str, dict[str, Any]]) -> list[pytest.MarkDecorator]:
-    """Returns the marks of a case. `make check` has each algorithm once, with its defaults."""
+def needs_old(case: tuple[str, dict[str, Any]]) -> bool:
+    """True for settings that a step of one update is refused with."""
+    return case[1].get("correction", CorrectionConfig()).normalize_weights
+
+
+def further(case: tuple[str, dict[str, Any]], with_old: bool) -> list[pytest.MarkDecorator]:
+    """Returns the marks of a case. `make check` has each algorithm with its defaults, `make test` each option with the
+    logprobs that it needs."""
+    if case[1] and with_old != needs_old(case):
+        return [pytest.mark.thorough]
     return [pytest.mark.later] if case[1] else []
 
 
@@ -172,11 +180,6 @@ def make(case: tuple[str, dict[str, Any]]) -> Algorithm:
     name, options = case
     component, config = registry.find("rlframe.algorithms", name, key="algorithm.name")
     return component(config(**options))
-
-
-def needs_old(case: tuple[str, dict[str, Any]]) -> bool:
-    """True for settings that a step of one update is refused with."""
-    return case[1].get("correction", CorrectionConfig()).normalize_weights
 
 
 @dataclasses.dataclass
@@ -302,7 +305,7 @@ CHECKS = [
     ("case", "with_old"),
     # Offline batches have no logprobs from before the update.
     [
-        pytest.param(case, with_old, marks=further(case))
+        pytest.param(case, with_old, marks=further(case, with_old))
         for case in CASES
         for with_old in sorted({needs_old(case), make(case).online})
     ],

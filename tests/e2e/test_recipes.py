@@ -5,6 +5,7 @@ import re
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -39,8 +40,9 @@ UNKNOWN_HERE = {
     "rollout.gpu_memory_utilization",
     "train.moe.router_replay",
     "teacher.path",
+    *([] if which("bwrap") else ["environment.name"]),
 }
-"""Settings that ask for devices, packages and weights which are not here."""
+"""Settings that ask for devices, programs, packages and weights which are not here."""
 SHORT = {
     "steps": 2,
     "prompts_per_step": 4,

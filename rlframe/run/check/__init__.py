@@ -172,6 +172,8 @@ def check_critic(run: RunConfig) -> Iterator[Fault]:
     assert isinstance(algorithm, OnlineAlgorithm)
     yield from critic.faults(run, algorithm, rules=CRITIC_RULES)
     ours, theirs = architecture_of(run)[0], architecture_of(critic.as_policy(run))[0]
+    if theirs:
+        yield from critic.mtp_faults(run, theirs)
     if theirs and run.critic_model != run.model:
         outputs = asked.model_outputs
         yield from model.file_faults(run.critic_model, theirs, num_outputs=outputs, key="critic.model.path")

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import CriticConfig
+from rlframe.models.families.base import Architecture
 from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault
 
@@ -43,6 +44,17 @@ def faults(
         for fault in rule(as_policy(run)):
             if fault not in known:
                 yield fault.moved(HOMES)
+
+
+def mtp_faults(run: RunConfig, architecture: Architecture) -> Iterator[Fault]:
+    """Rejects the critic's own settings for multi-token prediction, for which it has no head.
+
+    Settings that it has from the policy's are no fault.
+    """
+    mtp = run.critic_train.mtp
+    if architecture.mtp_layers == 1 and mtp.keeps and mtp != run.train.mtp:
+        why = "it does not predict tokens"
+        yield Fault("critic.train.mtp.mode", "has no effect on a critic", got=mtp.mode, why=why, hint="remove it")
 
 
 def unused_faults(run: RunConfig) -> Iterator[Fault]:

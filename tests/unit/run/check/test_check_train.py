@@ -8,7 +8,9 @@ import pytest
 
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.families.base import Architecture
+from rlframe.run.check import critic
 from rlframe.run.check import train as check_train
+from rlframe.run.load import load
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 
@@ -196,3 +198,15 @@ def test_a_head_for_multi_token_prediction_that_cannot_be_kept_is_refused(
 def test_settings_of_the_head_that_contradict_others_are_refused(train: dict[str, Any], start: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(start)):
         build(TrainConfig, train)
+
+
+def test_a_critic_has_no_head_for_multi_token_prediction() -> None:
+    def found(*overrides: str, layers: int = 1) -> list[str]:
+        run = load("grpo_qwen3_moe", ["algorithm=ppo", *overrides])
+        return [str(fault) for fault in critic.mtp_faults(run, replace(DENSE, mtp_layers=layers))]
+
+    (fault,) = found("critic.train.mtp.mode=train")
+    assert fault.startswith("critic.train.mtp.mode has no effect on a critic, got train: it does not predict tokens")
+    # Entries of the policy that the critic's settings take over, and models of which another rule speaks.
+    assert not found("train.mtp.mode=train") and not found("train.mtp.mode=train", "critic.train.dtype=float32")
+    assert not found("critic.train.mtp.mode=train", layers=0)

@@ -18,12 +18,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from async_rl import follow, stop
 from models_by_size import MODELS, make_model
+from weight_sync import machine
 
 HERE = Path(__file__).parent
 WARM_UP, STEPS = 2, 3
@@ -119,12 +120,7 @@ def measure(case: Case, folder: Path, logs: Path | None, name: str, limit_s: flo
     if len(steps) < WARM_UP + 2:
         raise SystemExit(f"{name}: {len(steps)} steps\n{log.read_text()[-6000:]}")
     timeline = [json.loads(line) for line in (folder / "run/timeline.jsonl").read_text().splitlines()]
-    found: dict[str, Any] = {
-        "recipe": case.recipe,
-        "model": case.model,
-        "overrides": settings[2:],
-        "rc": run.returncode,
-    }
+    found: dict[str, Any] = {"machine": machine(), "case": asdict(case), "rc": run.returncode}
     found["start_s"] = next(phase["start_s"] for row in timeline for phase in row["phases"]) - begun
     counted = [row for row in timeline if row["step"] > WARM_UP]
     measured = {"memory_bytes": memory.peaks(counted), "seconds": medians(counted)}

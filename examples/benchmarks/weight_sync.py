@@ -14,8 +14,10 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -163,6 +165,9 @@ def run_case(case: Case, folder: Path, logs: Path, speeds: LinkSpeeds, stack: Ex
             )
             changes += outcome["syncs"][-1]["syncs"]
         finally:
+            if error := sys.exception():
+                # An engine that has died fails `close` too, whose error would be the only one shown.
+                traceback.print_exception(error)
             # Memory that an engine still maps outlives the process it belongs to.
             rollout.call(DestinationRank.close)
             sources.stop()

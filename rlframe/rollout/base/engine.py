@@ -178,11 +178,11 @@ class RolloutEngine(ABC):
     def begin_profile(self, request: Request) -> None:
         """Begins to record the engine's processes. Its config is one that `RolloutConfig.profiled` returned. Called
         only if `profiles_itself`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} sets profiles_itself, but has no begin_profile()")
 
     def end_profile(self, request: Request) -> list[Path]:
         """Ends the record, and returns the files of it that are written."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} sets profiles_itself, but has no end_profile()")
 
     @abstractmethod
     def close(self) -> None:

@@ -99,6 +99,7 @@ def predict(case: LongCase, length: int) -> dict[str, Any]:
         counter=Counter(family, architecture),
         tokens=tokens,
         microbatches=1,
+        sequence_tokens=length,
     )
     speeds = KINDS["h200"].speeds
     assert speeds is not None

@@ -7,6 +7,12 @@ One rank, in this process, without Ray: gradients of GRPO's loss over two groups
 given budget, in turns with and without sharing. No optimizer step is in the times. The gradients of both are compared:
 `gradient_difference` is the norm of their difference over the norm of the plain ones, and `repeated` that of two plain
 passes with the groups in another order, which is rounding alone. Prints a line for each shape and writes JSON.
+
+    python examples/benchmarks/shared_prompts.py --model qwen3_1p7b --exact
+
+compares the gradients of both, in bfloat16, with those of the same weights in float32 and without sharing, tensor by
+tensor: `plain` and `shared` are norms of the difference over those of the float32 ones. Nothing is timed. Without a
+fused kernel attention holds its probabilities in float32, so that the shapes of FULL do not fit a device.
 """
 
 import argparse
@@ -53,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["tiny", *MODELS], default="tiny")
     parser.add_argument("--full", action="store_true", help="shapes of the issue instead of an eighth of them")
+    parser.add_argument("--exact", action="store_true", help="compare gradients with those in float32")
     parser.add_argument("--budget", type=int, default=None, help="max_tokens_per_microbatch; a plain group by default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/shared_prompts.json")
@@ -63,10 +70,14 @@ def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(config, Path(folder) / "model")
-        with trainer(path, device) as rank:
-            for shape in FULL if arguments.full else SMALL:
-                found.append(measure(rank, config["vocab_size"], shape, arguments.budget, arguments.rounds))
-                print(json.dumps(found[-1]), flush=True)
+        shapes = FULL if arguments.full else SMALL
+        if arguments.exact:
+            found = exact(path, device, config["vocab_size"], shapes)
+        else:
+            with trainer(path, device, share=True) as rank:
+                for shape in shapes:
+                    found.append(measure(rank, config["vocab_size"], shape, arguments.budget, arguments.rounds))
+                    print(json.dumps(found[-1]), flush=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     arguments.output.write_text(
         json.dumps({"device": name, "model": arguments.model, "shapes": found}, indent=1) + "\n"
@@ -74,12 +85,18 @@ def main() -> None:
 
 
 @contextmanager
-def trainer(path: Path, device: torch.device) -> Iterator[Any]:
-    """The one rank of a policy, which shares prompts where its micro-batches say so."""
+def trainer(path: Path, device: torch.device, *, share: bool, dtype: Dtype | None = None) -> Iterator[Any]:
+    """The one rank of a policy.
+
+    Args:
+        share: whether it can compute micro-batches that share prompts.
+        dtype: number format of its weights; by default bfloat16 on CUDA and float32 on CPUs.
+    """
     from rlframe.megatron.worker import environment, parallel  # noqa: PLC0415 - the platform comes first
     from rlframe.megatron.worker.trainer import Trainer  # noqa: PLC0415
 
-    train = TrainConfig(dtype=Dtype.BFLOAT16 if device.type == "cuda" else Dtype.FLOAT32, share_prompts=True)
+    usual = Dtype.BFLOAT16 if device.type == "cuda" else Dtype.FLOAT32
+    train = TrainConfig(dtype=dtype or usual, share_prompts=share)
     environment.prepare(train)
     with tempfile.NamedTemporaryFile() as meeting:
         yield Trainer(
@@ -126,6 +143,44 @@ def measure(rank: Any, vocab_size: int, shape: tuple[int, int, int], budget: int
         "gradient_difference": difference(shared, plain),
         "repeated": difference(again, plain),
     }
+
+
+def exact(path: Path, device: torch.device, vocab_size: int, shapes: Any) -> list[dict[str, Any]]:
+    """How far the gradients in bfloat16 are from those in float32, of each shape, with sharing and without."""
+    batches = {shape: make_batch(vocab_size, *shape) for shape in shapes}
+
+    def by_name(rank: Any, shape: tuple[int, int, int], *, share: bool) -> dict[str, torch.Tensor]:
+        prompt, response, size = shape
+        gradients(rank, micro(batches[shape], (prompt + response) * size, share=share))
+        named = rank.model.chunks[0].module.named_parameters()
+        return {name: value.main_grad.float().cpu().clone() for name, value in named}
+
+    with trainer(path, device, share=True, dtype=Dtype.BFLOAT16) as rank:
+        weights = {name: value.detach().cpu().clone() for name, value in rank.model.chunks[0].module.named_parameters()}
+        rounded = {(shape, share): by_name(rank, shape, share=share) for shape in shapes for share in (False, True)}
+    del rank
+    found = []
+    with trainer(path, device, share=False, dtype=Dtype.FLOAT32) as rank, torch.no_grad():
+        for name, value in rank.model.chunks[0].module.named_parameters():
+            value.copy_(weights[name])
+        for shape in shapes:
+            with torch.enable_grad():
+                right = by_name(rank, shape, share=False)
+            plain, shared = rounded[shape, False], rounded[shape, True]
+            errors = {"plain": apart(plain, right), "shared": apart(shared, right), "both": apart(shared, plain)}
+            found.append({"prompt, response, group": shape} | errors)
+            print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Norm of the difference over the norm of the other: of all tensors together, and of the one where it is most."""
+    each = {name: difference(one[name], value) for name, value in other.items()}
+    worst = max(each, key=lambda name: each[name])
+    squares = [sum(float(value.double().square().sum()) for value in parts) for parts in (
+        [one[name] - value for name, value in other.items()], other.values()
+    )]  # fmt: skip
+    return {"together": (squares[0] / squares[1]) ** 0.5, "worst": each[worst], "worst_tensor": worst}
 
 
 def make_batch(vocab_size: int, prompt: int, response: int, size: int) -> TrainBatch:

@@ -1,6 +1,6 @@
 """Shared prompts with Transformer Engine's attention: gradients and logprobs of prompts computed apart, in bfloat16.
 
-tests/gpu/test_gradient_matrix_cuda.py compares small ones with transformers, in float32 too.
+tests/gpu/test_gradient_matrix_cuda.py compares small ones with transformers.
 """
 
 import pathlib

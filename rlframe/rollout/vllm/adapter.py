@@ -41,17 +41,22 @@ def occupy(worker_manager: Any, *, rank: int) -> Any:
     assert manager.lora_index_to_id[SLOT] == LORA_ID, "the policy has the only slot"
     for module in manager.modules.values():
         module.reset_lora(SLOT)
-    _unwrap_logits(manager.model)
+    _unwrap_vocabulary(manager.model)
     return manager
 
 
-def _unwrap_logits(model: Any) -> None:
-    """Gives the output layer, which has no adapter here, its own logits processor back. vLLM 0.32's wrapper cannot
-    compute the logits of a prompt's tokens on a CPU, and takes two launches a step for nothing."""
-    from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+def _unwrap_vocabulary(model: Any) -> None:
+    """Gives the model its own embedding, output layer and logits processor back, which have no adapters here.
 
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LogitsProcessorWithLoRA):
+    vLLM 0.32's wrapper of the logits processor cannot compute the logits of a prompt's tokens on a CPU, and all of them
+    take launches in every step for nothing. The processor cannot read a wrapped embedding, so that a model whose output
+    layer is its embedding needs both back.
+    """
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, BaseLayerWithLoRA) and not isinstance(module, BaseLinearLayerWithLoRA):
             model.set_submodule(name, module.base_layer)
 
 

@@ -139,7 +139,9 @@ def check_training(run: RunConfig) -> Iterator[Fault]:
     if architecture:
         yield from algorithm_of(run).faults(hidden_size=architecture.hidden_size)
         yield from train.model_faults(run.train, architecture)
-    yield from sharing.faults(run.train, algorithm_of(run), architecture, name=run.algorithm.name)
+    yield from sharing.faults(
+        run.train, algorithm_of(run), architecture, name=run.algorithm.name, cuda=device is Device.CUDA
+    )
     yield from train.expert_faults(run.train, online=online(run))
     yield from train.adapter_faults(run.train)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import TrainConfig
+from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models.families.base import Architecture
 from rlframe.utils.faults import Fault
 
@@ -12,12 +12,13 @@ KEY = "train.share_prompts"
 
 
 def faults(
-    train: TrainConfig, algorithm: Algorithm, architecture: Architecture | None, *, name: str
+    train: TrainConfig, algorithm: Algorithm, architecture: Architecture | None, *, name: str, cuda: bool
 ) -> Iterator[Fault]:
     """Rejects shared prompts where no sequences share any, and where attention cannot read those of others.
 
     Args:
         name: of the algorithm.
+        cuda: whether training runs on CUDA.
     """
     if not train.share_prompts:
         return
@@ -34,6 +35,15 @@ def faults(
             f"has no effect with algorithm.name={name}, whose sequences share no prompt",
             got="true",
             hint="remove it",
+        )
+    if cuda and train.dtype is Dtype.FLOAT32:
+        yield Fault(
+            KEY,
+            "is not supported with train.dtype=float32 on CUDA",
+            got="true",
+            why="no fused attention computes float32, and Transformer Engine's other one masks keys by the lengths of "
+            "queries (2.20, get_full_mask)",
+            hint="use train.dtype=bfloat16",
         )
     if (cp := Parallel.parse(train.parallel).cp) > 1:
         yield Fault(

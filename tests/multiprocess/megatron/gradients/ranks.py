@@ -147,10 +147,8 @@ def wrongly_shared(mutation: str) -> Iterator[None]:
 
     def from_zero(cls: Any, rows: Tensor, positions: Tensor, lengths: Tensor, bounds: Tensor) -> Any:
         found = right.__func__(cls, rows, positions, lengths, bounds)
-        counts = bounds.diff()
-        return replace(
-            found, positions=torch.arange(int(bounds[-1])) - torch.repeat_interleave(bounds[:-1].long(), counts)
-        )
+        rows = torch.arange(int(bounds[-1]), device=bounds.device)
+        return replace(found, positions=rows - torch.repeat_interleave(bounds[:-1].long(), bounds.diff()))
 
     kind, name, wrong = {
         "prompt_of_the_first_only": (shared_prompts.TakeRows, "backward", staticmethod(first_only)),

@@ -24,6 +24,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -119,6 +120,7 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
         Exaone4Config(**SIZES),
         Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 2),
     ],
+    "phi3": [Phi3Config(**(SIZES | {"pad_token_id": None}))],
     "gemma3_text": [Gemma3TextConfig(**SIZES, head_dim=8)],
     "llama4_text": [
         Llama4TextConfig(**SIZES, num_local_experts=8, intermediate_size_mlp=40, interleave_moe_layer_step=2)

@@ -43,7 +43,7 @@ EXPERTS = [
 ]
 DENSE_VARIANTS = [
     "seed_oss", "mistral", "smollm3", "ministral3", "qwen3_yarn", "qwen2_linear", "olmo2", "olmo3", "exaone4",
-    "gemma3", "llama4",
+    "gemma3", "llama4", "phi3",
 ]  # fmt: skip
 """The same, of which `make test` has one layout."""
 SPARED = ("qwen3_5", "qwen3_5_moe")

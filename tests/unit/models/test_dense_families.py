@@ -11,6 +11,7 @@ from rlframe.models.families.llama4_text import FAMILY as LLAMA4
 from rlframe.models.families.ministral3 import FAMILY as MINISTRAL3
 from rlframe.models.families.mistral import FAMILY as MISTRAL
 from rlframe.models.families.olmo3 import FAMILY as OLMO3
+from rlframe.models.families.phi3 import FAMILY as PHI3
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.seed_oss import FAMILY as SEED_OSS
 from rlframe.models.families.smollm3 import FAMILY as SMOLLM3
@@ -30,7 +31,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 LLAMA = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 128}
 FAMILIES = {
     "exaone4": EXAONE4, "gemma3_text": GEMMA3, "llama4_text": LLAMA4, "ministral3": MINISTRAL3, "mistral": MISTRAL,
-    "olmo3": OLMO3, "qwen3": QWEN3, "seed_oss": SEED_OSS, "smollm3": SMOLLM3,
+    "olmo3": OLMO3, "phi3": PHI3, "qwen3": QWEN3, "seed_oss": SEED_OSS, "smollm3": SMOLLM3,
 }  # fmt: skip
 
 
@@ -42,6 +43,12 @@ def test_windows_are_in_all_layers_of_mistral_or_in_none() -> None:
     assert read("mistral", sliding_window=None).window_layers == ()
     assert read("mistral").sliding_window == 4096  # as in transformers' MistralConfig
     assert read("mistral", sliding_window=16).window_layers == (True,) * 8
+
+
+def test_phi3_has_a_window_only_if_it_says_so_and_positions_in_a_part_of_a_head() -> None:
+    assert read("phi3").window_layers == ()
+    assert read("phi3", sliding_window=2047).window_layers == (True,) * 8
+    assert read("phi3", partial_rotary_factor=0.75).rotary_percent == 0.75
 
 
 def test_every_fourth_layer_of_smollm3_has_no_positions_and_its_head_is_the_embedding() -> None:
@@ -107,6 +114,8 @@ def test_a_query_sees_its_window_or_its_chunk() -> None:
         ("llama4_text", LLAMA | {"num_experts_per_tok": 2}, "num_experts_per_tok must be 1"),
         ("llama4_text", {}, "intermediate_size_mlp is missing"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must name 8 layers"),
+        ("phi3", {"layer_types": ["full_attention"] * 8}, "layer_types is set"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type must be default, got 'longrope'"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' needs layer_types"),
     ],
 )

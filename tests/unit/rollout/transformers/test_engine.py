@@ -17,7 +17,7 @@ from tests.tiny_models import MODELS
 
 pytestmark = pytest.mark.later
 
-WINDOWED = ("gpt_oss", "mistral", "olmo3", "gemma3", "llama4", "exaone4")
+WINDOWED = ("gpt_oss", "mistral", "olmo3", "gemma3", "llama4", "exaone4", "phi3")
 VARIANTS = (
     "deepseek_v3_yarn", "kimi_k2", "glm4_moe_lite", "minimax_m2", "deepseek_v32", "glm_moe_dsa", "qwen3_yarn",
     "qwen2_linear", "qwen3_5_moe",

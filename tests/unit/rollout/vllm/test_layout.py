@@ -16,6 +16,7 @@ from tests.unit.rollout.recorded import replay
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine  # vLLM is imported, and each kind of model inspected in a process of its own
 
+DENSE = ("seed_oss", "mistral", "smollm3", "ministral3", "olmo2", "olmo3", "gemma3", "llama4", "exaone4", "phi3")
 # tp 4 has more ranks than the models have KV heads (2), and pads the vocabulary of 67.
 CASES = [
     ("qwen3", 2, False),
@@ -32,10 +33,7 @@ CASES = [
     ("qwen3_next", 2, True),
     ("qwen3_5", 2, False),
     ("qwen3_5_moe", 2, True),
-    *(
-        pytest.param(name, 2, False, marks=pytest.mark.thorough)
-        for name in ("seed_oss", "mistral", "smollm3", "ministral3", "olmo2", "olmo3", "gemma3", "llama4", "exaone4")
-    ),
+    *(pytest.param(name, 2, False, marks=pytest.mark.thorough) for name in DENSE),
 ]
 
 

@@ -19,8 +19,8 @@ from rlframe.utils.errors import CheckpointError
 from rlframe.utils.faults import Fault
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
-JOINED = ".in_proj_qkv.weight"
-"""End of the name of the matrix of which a tensor-parallel rank holds several runs of rows."""
+JOINED = (".in_proj_qkv.weight", ".qkv_proj.weight", ".gate_up_proj.weight")
+"""Ends of the names of matrices of which a tensor-parallel rank holds several runs of rows."""
 
 
 def model(run: RunConfig) -> list[Fault]:
@@ -98,11 +98,12 @@ def lora(run: RunConfig) -> Iterator[Fault]:
         )
     joined = [name for name in tensors if name.endswith(JOINED) and lora.adapts(name, homes[name], dimensions=2)]
     if joined and parallel.tp > 1:
+        modules = sorted({name.split(".")[-2] for name in joined})
         yield Fault(
             "train.lora.exclude_modules",
-            f"must hold in_proj_qkv with tp {parallel.tp}",
-            why=f"of {joined[0]} a rank holds rows of queries, of keys and of values, and an adapter of one matrix "
-            "needs rows that follow each other",
+            f"must hold {' and '.join(modules)} with tp {parallel.tp}",
+            why=f"of {joined[0]} a rank holds rows from several places, and an adapter of one matrix needs rows that "
+            "follow each other",
             hint="or use tp 1",
         )
     if lora.path is None:

@@ -15,11 +15,11 @@ from rlframe.models.shards import padded_vocab_size
 from rlframe.models.stages import chunk_layers
 
 MODULES = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     "linear_proj": ("o_proj",),
     "linear_in": ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "linear_out": ("out_proj",),
-    "linear_fc1": ("gate_proj", "up_proj", "w1", "w3"),
+    "linear_fc1": ("gate_proj", "up_proj", "w1", "w3", "gate_up_proj"),
     "linear_fc2": ("down_proj", "w2"),
 }
 """Megatron's names of modules for train.lora.target_modules, and those of checkpoints."""

@@ -1,4 +1,4 @@
-"""Rules for models with gated delta nets: engines on a CPU, splits, adapters."""
+"""Rules for models with gated delta nets: engines on a CPU, splits, adapters, also of Phi-3's fused matrices."""
 
 import json
 from pathlib import Path
@@ -59,3 +59,13 @@ def test_adapters_of_split_matrices_are_refused_with_tensor_parallelism(tmp_path
     assert fault.startswith("train.lora.exclude_modules must hold in_proj_qkv with tp 2")
     assert faults(folder, *lora, "train.lora.exclude_modules=[in_proj_qkv]") == []
     assert faults(folder, "train.lora.rank=4") == []
+
+
+@pytest.mark.thorough
+def test_all_matrices_of_phi3_that_a_rank_holds_in_pieces_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE | {"model_type": "phi3"}))
+    copy_tokenizer(tmp_path)
+    lora = ["train.parallel=d1t2", "train.lora.rank=4"]
+    (fault,) = faults(str(tmp_path), *lora)
+    assert fault.startswith("train.lora.exclude_modules must hold gate_up_proj and qkv_proj with tp 2")
+    assert faults(str(tmp_path), *lora, "train.lora.exclude_modules=[qkv_proj,gate_up_proj]") == []

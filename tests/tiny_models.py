@@ -209,6 +209,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 48,
             # As on the hub: half of a head, and what vLLM reads.
             "rotary_dim": 16,
+            # Releases of transformers before 5.19 do not read rotary_dim.
+            "partial_rotary_factor": 0.5,
             "scoring_func": "sigmoid",
             "use_routing_bias": True,
             "bos_token_id": None,

@@ -10,6 +10,8 @@ from rlframe.models.families._layer_specs import Scope, Shapes
 from rlframe.models.families.base import Architecture, IndexerDimensions, Shard, faults_to_error
 
 NEEDED = ("index_topk", "index_n_heads", "index_head_dim", "q_lora_rank")
+LAYER_TYPES = {"indexed_attention", "deepseek_sparse_attention"}
+"""Names of such a layer: of transformers 5.19, and of releases before it."""
 NAMES = {
     "wq_b": "wq_b.weight",
     "wk": "wk.weight",
@@ -59,8 +61,8 @@ class SparseDecoder(Decoder):
     """Whether the indexer pairs neighbouring dimensions for its positions."""
 
     def _unsupported(self, hf: Mapping[str, Any]) -> list[str]:
-        kinds = set(hf.get("layer_types") or ()) - {"indexed_attention"}
-        faults = [f"layer_types must be indexed_attention, got {min(kinds)!r:.60}"] if kinds else []
+        kinds = set(hf.get("layer_types") or ()) - LAYER_TYPES
+        faults = [f"layer_types must be {' or '.join(sorted(LAYER_TYPES))}, got {min(kinds)!r:.60}"] if kinds else []
         return faults + super()._unsupported({**hf, "layer_types": None})
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -316,7 +316,7 @@ def test_an_expert_of_gpt_oss_is_its_slice_transposed() -> None:
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn needs original_max_position"),
         (DEEPSEEK_V3, LATENT, {"rope_scaling": {"truncate": False}}, "rope truncate must be true"),
         (DEEPSEEK_V32, INDEXED, {"index_topk": None, "q_lora_rank": None}, "index_topk is missing[\\s\\S]*q_lora_rank"),
-        (DEEPSEEK_V32, INDEXED, {"layer_types": ["full_attention"] * 3}, "layer_types must be indexed_attention"),
+        (DEEPSEEK_V32, INDEXED, {"layer_types": ["full_attention"] * 3}, "layer_types must be deepseek_sparse"),
         (DEEPSEEK_V32, INDEXED, {"index_head_dim": 1 + 1, "qk_rope_head_dim": 4}, "index_head_dim 2 must be at least"),
         (GLM_MOE_DSA, INDEXED, {"indexer_types": ["full", "shared", "full"]}, "indexer_types must be full for every"),
         (GLM_MOE_DSA, INDEXED, {"index_topk_freq": 4}, "indexer_types must be full for every"),

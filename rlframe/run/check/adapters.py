@@ -9,7 +9,7 @@ from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.check.context import architecture_of, device_of, samples
-from rlframe.run.check.model import whole_layout
+from rlframe.run.check.model import layout_of_first_rank
 from rlframe.run.config import Mode, RunConfig
 from rlframe.utils.faults import Fault
 from rlframe.weight_sync.config import HoldIn, LoraSync
@@ -103,5 +103,5 @@ def _trained(
     run: RunConfig, lora: LoraConfig, architecture: Architecture
 ) -> list[tuple[str, str | None, tuple[int, ...]]]:
     family = hub.load_family(hub.resolve(run.model))
-    boxes = whole_layout(family, architecture).boxes
+    boxes = layout_of_first_rank(family, architecture).boxes
     return list(trained(lora, {name: held[0].parameter for name, held in boxes.items()}, family.tensors(architecture)))

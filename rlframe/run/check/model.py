@@ -17,10 +17,8 @@ from rlframe.run.check.context import architecture_of
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.faults import Fault
+from rlframe.weight_sync.layout.boxes import in_one_run
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
-
-JOINED = (".in_proj_qkv.weight", ".qkv_proj.weight", ".gate_up_proj.weight")
-"""Ends of the names of matrices of which a tensor-parallel rank holds several runs of rows."""
 
 
 def model(run: RunConfig) -> list[Fault]:
@@ -80,7 +78,7 @@ def lora(run: RunConfig) -> Iterator[Fault]:
         return
     family, parallel = hub.load_family(hub.resolve(run.model)), Parallel.parse(run.train.parallel)
     tensors = family.tensors(architecture)
-    boxes = whole_layout(family, architecture).boxes
+    boxes = layout_of_first_rank(family, architecture).boxes
     homes = {name: pieces[0].parameter for name, pieces in boxes.items()}
     yield from lora_faults(
         lora,
@@ -96,16 +94,9 @@ def lora(run: RunConfig) -> Iterator[Fault]:
             got=run.train.logits_chunk_tokens,
             hint="or put lm_head into train.lora.exclude_modules",
         )
-    joined = [name for name in tensors if name.endswith(JOINED) and lora.adapts(name, homes[name], dimensions=2)]
-    if joined and parallel.tp > 1:
-        modules = sorted({name.split(".")[-2] for name in joined})
-        yield Fault(
-            "train.lora.exclude_modules",
-            f"must hold {' and '.join(modules)} with tp {parallel.tp}",
-            why=f"of {joined[0]} a rank holds rows from several places, and an adapter of one matrix needs rows that "
-            "follow each other",
-            hint="or use tp 1",
-        )
+    adapted = [name for name, shape in tensors.items() if lora.adapts(name, homes[name], dimensions=len(shape))]
+    if parallel.tp > 1 and not list(shards.faults(architecture, tp=parallel.tp)):
+        yield from _in_pieces(adapted, layout_of_first_rank(family, architecture, tp=parallel.tp), tp=parallel.tp)
     if lora.path is None:
         return
     expected = {adapters.key(name, half): shape for name, half, shape in lora_trained(lora, homes, tensors)}
@@ -116,9 +107,24 @@ def lora(run: RunConfig) -> Iterator[Fault]:
         yield Fault("train.lora.path", said=error)
 
 
-def whole_layout(family: Family, architecture: Architecture) -> MemoryLayout:
-    """Returns the layout of the checkpoint's tensors on one rank that holds the whole model."""
-    (shard,) = shards.shards_of_rank(architecture, 0)
+def _in_pieces(adapted: list[str], layout: MemoryLayout, *, tp: int) -> Iterator[Fault]:
+    """Rejects adapters of matrices of which a rank of a tensor-parallel group holds rows from several places."""
+    found = [name for name in adapted if not in_one_run(layout.boxes.get(name, ()))]
+    if found:
+        modules = sorted({name.split(".")[-2] for name in found})
+        yield Fault(
+            "train.lora.exclude_modules",
+            f"must hold {' and '.join(modules)} with tp {tp}",
+            why=f"of {found[0]} a rank holds rows from several places, and an adapter of one matrix needs rows that "
+            "follow each other",
+            hint="or use tp 1",
+        )
+
+
+def layout_of_first_rank(family: Family, architecture: Architecture, *, tp: int = 1) -> MemoryLayout:
+    """Returns the layout of the checkpoint's tensors on the first rank of a tensor-parallel group, which holds its part
+    of every layer. Alone it holds the whole model."""
+    (shard,) = shards.shards_of_rank(architecture, 0, tp=tp)
     shapes = family.parameters(architecture, shard)
     parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     return record(

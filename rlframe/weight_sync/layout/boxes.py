@@ -5,8 +5,9 @@ are flattened into rows.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -82,6 +83,12 @@ class Box:
         part = region or self.region
         size, stride = (part.rows, part.cols), (self.row_stride, self.col_stride)
         return window(parameters[self.parameter], self.offset_of(part), size, stride)
+
+
+def in_one_run(boxes: Iterable[Box]) -> bool:
+    """Returns whether the rows of the `boxes` of one tensor follow each other in it without a gap."""
+    rows = sorted((box.row, box.row + box.rows) for box in boxes)
+    return all(end == start for (_, end), (start, _) in pairwise(rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Rules about weight_sync.lora=adapter."""
 
+from pathlib import Path
+
 import pytest
 
 from rlframe.run.check import check
@@ -64,3 +66,12 @@ def test_a_model_with_experts_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         check(load("grpo_qwen3_moe", ADAPTER))
     assert "weight_sync.lora must be merged for qwen3_moe, which has experts" in str(refused.value)
+
+
+@pytest.mark.thorough
+def test_an_adapter_of_the_output_layer_needs_all_logits_at_once(tmp_path: Path) -> None:
+    folder = make_model("Qwen/Qwen3-8B", tmp_path / "untied", shrunk=True)
+    dense = [setting.format(folder=folder) for setting in DENSE]
+    lora = ["train.lora.rank=4", "train.lora.target_modules=[lm_head]", "train.logits_chunk_tokens=16"]
+    with pytest.raises(ConfigError, match=r"logits_chunk_tokens must be null with an adapter of lm_head\.weight"):
+        check(load("grpo_qwen3_moe", [*dense, *lora]))

@@ -256,6 +256,8 @@ class OnlineLoop(RolloutLoop):
         if self.mender:
             self.mender.end()
         evaluated = self._sampled_evaluation() if self.evaluation and self.evaluation.must_end else None
+        # Engines that slept take their weights' memory for the sync; of the policy it needs the parameters alone.
+        self.phase.make_room(self.rollout)
         with nullcontext() if self.in_flight_updates else self.attempts.between_responses():
             sync = self.weight_sync.publish(version=version)
         # Not before the sync: a reward model may need the policy's memory.

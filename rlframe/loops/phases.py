@@ -86,6 +86,15 @@ class Phases:
                 (role.wake if role is on else role.sleep)()
                 self._awake[id(role)] = role is on
 
+    def make_room(self, coming: object) -> None:
+        """Puts the roles that share devices with the role `coming` to sleep, before it takes a part of its memory.
+        Wakes nobody."""
+        if any(role is coming for role in self._sharing):
+            for role in self._sharing:
+                if role is not coming and self._awake[id(role)]:
+                    role.sleep()
+                    self._awake[id(role)] = False
+
     def begin_anew(self, *roles: Sleeper) -> None:
         """Puts the roles that share devices with `roles` to sleep, because the processes of `roles` restart awake.
         Forgets the present step."""

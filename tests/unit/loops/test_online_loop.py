@@ -60,16 +60,25 @@ class Bandit:
     logits: Tensor = field(default_factory=START.clone)
     first: Tensor = field(default_factory=START.clone)
     metrics: dict[str, float] = field(default_factory=dict)
+    awake: bool = True
+
+    def sleep(self) -> None:
+        self.awake = False
+
+    def wake(self) -> None:
+        self.awake = True
 
     @property
     def updates_per_batch(self) -> int:
         return self.num_minibatches
 
     def logprobs(self, batch: Sequences, *, reference: bool = False) -> Tensor:
+        assert self.awake
         return nats(self.first if reference else self.logits, batch.token_ids)
 
     def train(self, batch: Batch) -> TrainResult:
         """Takes one plain step of gradient descent for each part of the batch, groups kept whole."""
+        assert self.awake
         size = batch.num_sequences // self.num_minibatches
         for start in range(0, batch.num_sequences, size):
             part = batch.select(list(range(start, start + size)))
@@ -101,6 +110,14 @@ class World:
     samples: list[list[Rollout]] = field(default_factory=list)
     attempts: Any = None
     sampler: Any = None
+    beside: list[bool] = field(default_factory=list)
+    """Whether the policy was awake in each sync."""
+
+    def sleep(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
 
     def next(self, count: int) -> list[Prompt]:
         return [Prompt(id=str(index), text="p", input=ModelInput((index % VOCABULARY,))) for index in range(count)]
@@ -128,6 +145,7 @@ class World:
 
     def publish(self, version: int) -> SyncReport:
         self.version = self.attempts.rollout.version = version
+        self.beside.append(self.policy.awake)
         self.published[version] = self.policy.logits.clone()
         return SyncReport(
             version=version, transport="none", num_bytes=0, pause_s=0.0, pull_s=0.0, verify_s=0.0, total_s=0.0
@@ -153,15 +171,24 @@ class Noted:
 
 
 def trained(
-    tmp_path: Path, *, num_minibatches: int, edit: Callable[[GrpoConfig], GrpoConfig] = lambda one: one
+    tmp_path: Path,
+    *,
+    num_minibatches: int,
+    edit: Callable[[GrpoConfig], GrpoConfig] = lambda one: one,
+    shares: Callable[[World], list[Any]] = lambda world: [],
 ) -> World:
-    """Runs the loop for STEPS steps."""
+    """Runs the loop for STEPS steps.
+
+    Args:
+        shares: the roles that take turns on a device.
+    """
     algorithm = Grpo(edit(GrpoConfig(group_size=GROUP, kl_coefficient=KL, clip_low=CLIP, clip_high=CLIP)))
     overrides = [f"output={tmp_path}", f"steps={STEPS}", "logging.tensorboard=false", "logging.progress=false"]
     config = load("grpo_qwen3_moe", overrides)
+    tmp_path.mkdir(exist_ok=True)
     policy = Bandit(algorithm, num_minibatches)
     world = World(policy, published={0: START.clone()})
-    phase = Phases(sharing=[], announce=lambda name: None)
+    phase = Phases(sharing=shares(world), announce=lambda name: None)
     metrics = MetricsLog(config.logging, tmp_path, name="bandit", steps=STEPS, done_steps=None)
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
     world.attempts = LocalAttempts([answering(world.answer)], world.score)
@@ -225,6 +252,15 @@ def test_each_step_samples_from_what_the_one_before_it_published(tmp_path: Path)
     versions = [{rollout.spans[0].version for rollout in rollouts} for rollouts in world.samples]
     assert versions == [{0}, {1}, {2}]
     torch.testing.assert_close(world.published[STEPS], world.policy.logits, rtol=0, atol=0)
+
+
+def test_a_policy_that_takes_turns_with_the_engines_sleeps_before_their_weights_come(tmp_path: Path) -> None:
+    # While their weights arrive, engines are awake in part: the policy's optimizer would be beside them.
+    both = trained(tmp_path / "both", num_minibatches=2, shares=lambda world: [world, world.policy])
+    assert both.beside == [False] * STEPS
+    # Engines that keep their memory, or have devices of their own, take none for a sync.
+    alone = trained(tmp_path / "alone", num_minibatches=2, shares=lambda world: [world.policy])
+    assert alone.beside == [True] * STEPS
 
 
 def test_with_bypass_the_engines_logprobs_are_the_old_ones(tmp_path: Path) -> None:

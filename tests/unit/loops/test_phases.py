@@ -127,6 +127,20 @@ def test_roles_that_share_devices_take_turns() -> None:
     assert events == ["policy sleeps", "rollout sleeps", "policy wakes", "policy sleeps", "rollout wakes"]
 
 
+def test_room_is_made_for_a_role_that_shares_devices_without_waking_it() -> None:
+    events: list[str] = []
+    policy, critic, rollout = (Role(name, events) for name in ("policy", "critic", "rollout"))
+    phase = Phases(sharing=[rollout, policy, critic], announce=lambda _: None)
+    with phase("train", on=policy):
+        phase.make_room(rollout)
+        phase.make_room(rollout)
+        phase.make_room("engines with devices of their own")
+    assert events == ["rollout sleeps", "critic sleeps", "policy sleeps"]
+    with phase("rollout", on=rollout):
+        pass
+    assert events[3:] == ["rollout wakes"]
+
+
 def test_making_room_belongs_to_the_phases_time(time: Clock) -> None:
     class Slow(Role):
         """Takes a moment to leave."""

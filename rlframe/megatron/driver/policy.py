@@ -60,7 +60,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         self.start_timeout_s = start_timeout_s
         self.metrics: dict[str, float] = {}
         """Metrics of the last training: memory of the rank that uses most. And of the last sleep and the last wake:
-        bytes given back on all devices, and seconds of the slowest rank."""
+        bytes given back on all devices, seconds of the slowest rank, and what the worst rank could not give back."""
         self.workers = WorkerGroup(
             MegatronWorker,
             role=self.role,
@@ -175,7 +175,9 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
 
     def sleep(self) -> None:
         """Gives back the devices' memory, except the parameters, until `wake`."""
-        self._note(self.workers.wait(self.workers.ask_all(TrainerRank.sleep), doing="sleep"), "sleep")
+        moved = self.workers.wait(self.workers.ask_all(TrainerRank.sleep), doing="sleep")
+        self._note(moved, "sleep")
+        self.metrics[f"memory/{self.role}_stuck_bytes"] = float(max(each.stuck_bytes for each in moved))
 
     def wake(self) -> None:
         """Undoes `sleep`."""

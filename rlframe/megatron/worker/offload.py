@@ -1,5 +1,6 @@
 """Device memory of the policy that is moved to host memory while the policy sleeps."""
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 
@@ -48,6 +49,7 @@ class SleepingMemory:
         torch.cuda.synchronize()
         for storage, _ in (*kept, *self._gradients):
             storage.resize_(0)
+        forget_placeholders()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._asleep = kept
@@ -71,6 +73,7 @@ class SleepingMemory:
         return Moved(
             kept_bytes=sum(size for _, size in self._asleep),
             dropped_bytes=sum(size for _, size in self._gradients),
+            stuck_bytes=unused_bytes() if self.device.type == "cuda" else 0,
             seconds=time.perf_counter() - begun,
         )
 
@@ -114,6 +117,25 @@ class SleepingMemory:
                 size = min(left.numel(), self._chunks[index].numel() - used)
                 yield left[:size], self._chunks[index][used : used + size]
                 left, used = left[size:], used + size
+
+
+def forget_placeholders() -> None:
+    """Drops the tensors that Transformer Engine's linear layers return in the place of gradients which they have added
+    to the gradient buffer.
+
+    Workaround for Transformer Engine 2.20 (`get_dummy_wgrad` of pytorch/module/base.py), which keeps one for each shape
+    of a weight for good. They are made in the first backward pass, in whatever free memory suits them, such as that of
+    the logits. One tensor keeps torch's allocator from giving back the whole block, of gigabytes. The next backward pass
+    makes new ones. Not needed any more once Transformer Engine keeps none.
+    """
+    base = sys.modules.get("transformer_engine.pytorch.module.base")
+    if base is not None:
+        getattr(base, "_dummy_wgrads", {}).clear()
+
+
+def unused_bytes() -> int:
+    """Returns the bytes of the device that torch's allocator holds for no tensor."""
+    return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def parts(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:

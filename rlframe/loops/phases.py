@@ -26,14 +26,14 @@ class Phases:
         *,
         sharing: list[Sleeper],
         announce: Callable[[str], None],
-        ended: Callable[[str, object, float], None] | None = None,
+        ended: Callable[[str, object, float, float], None] | None = None,
     ):
         """
         Args:
             sharing: roles that must sleep when a phase runs on another one; empty if there is memory for all.
             announce: called with the name of each phase as it begins, for the progress bar.
-            ended: called with the name of each phase as it ends, its role and its seconds, those of phases inside it
-                included.
+            ended: called with the name of each phase as it ends, its role, its seconds, those of phases inside it
+                included, and the seconds in which roles were put to sleep and woken for it.
         """
         self._awake = {id(role): True for role in sharing}
         self._sharing = sharing
@@ -46,6 +46,8 @@ class Phases:
         """Time at which the first phase of the step began."""
         self._inside: list[float] = []
         """Seconds of the phases inside each phase that is under way, the outermost first."""
+        self._changes: list[float] = []
+        """Seconds in which roles were put to sleep and woken for each phase that is under way, the outermost first."""
         self.totals: dict[str, float] = {}
         """Seconds of each phase over the whole run."""
 
@@ -61,39 +63,46 @@ class Phases:
         start = time.monotonic()
         self._began = start if self._began is None else self._began
         self._inside.append(0.0)
+        self._changes.append(0.0)
         try:
             with watched_phase(name):
                 if on is not None:
                     self.sleep_others(on)
                 yield
         finally:
-            whole, inside = time.monotonic() - start, self._inside.pop()
+            whole, inside, changing = time.monotonic() - start, self._inside.pop(), self._changes.pop()
             if self._inside:
                 self._inside[-1] += whole
+                self._changes[-1] += changing
         elapsed = whole - inside
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
         works = id(on or beside)
         self._busy[works] = self._busy.get(works, 0.0) + elapsed
         self.totals[name] = self.totals.get(name, 0.0) + elapsed
         if self._ended:
-            self._ended(name, on, whole)
+            self._ended(name, on, whole, changing)
 
     def sleep_others(self, on: object) -> None:
         """Wakes the role `on` and puts the roles that share its devices to sleep."""
-        # Sleep before wake: the role that wakes needs the memory that the others free.
-        for role in sorted(self._sharing, key=lambda role: role is on):
-            if self._awake[id(role)] != (role is on):
-                (role.wake if role is on else role.sleep)()
-                self._awake[id(role)] = role is on
+        self._change(on, wakes=True)
 
     def make_room(self, coming: object) -> None:
         """Puts the roles that share devices with the role `coming` to sleep, before it takes a part of its memory.
-        Wakes nobody."""
-        if any(role is coming for role in self._sharing):
-            for role in self._sharing:
-                if role is not coming and self._awake[id(role)]:
-                    role.sleep()
-                    self._awake[id(role)] = False
+        Wakes nobody. It is a phase, if there is one to put to sleep."""
+        others = [role for role in self._sharing if role is not coming]
+        if len(others) < len(self._sharing) and any(self._awake[id(role)] for role in others):
+            with self("make_room"):
+                self._change(coming, wakes=False)
+
+    def _change(self, on: object, *, wakes: bool) -> None:
+        # Sleep before wake: the role that wakes needs the memory that the others free.
+        for role in sorted(self._sharing, key=lambda role: role is on):
+            if self._awake[id(role)] != (role is on) and (wakes or role is not on):
+                start = time.monotonic()
+                (role.wake if role is on else role.sleep)()
+                self._awake[id(role)] = role is on
+                if self._changes:
+                    self._changes[-1] += time.monotonic() - start
 
     def begin_anew(self, *roles: Sleeper) -> None:
         """Puts the roles that share devices with `roles` to sleep, because the processes of `roles` restart awake.

@@ -24,15 +24,19 @@ class Timeline:
         self._phases: list[dict[str, Any]] = []
         self._engines: dict[str, Any] = {}
 
-    def ended(self, name: str, on: object, seconds: float) -> None:
+    def ended(self, name: str, on: object, seconds: float, changing_s: float = 0.0) -> None:
         """Notes a phase that ends now.
 
         Args:
             on: the role that it used. None means none.
+            changing_s: seconds at its begin in which roles were put to sleep and woken.
         """
         end = time.time()
-        role = getattr(on, "role", DRIVER)
-        self._phases.append({"name": name, "role": role, "start_s": round(end - seconds, 3), "end_s": round(end, 3)})
+        start, role = end - seconds, getattr(on, "role", DRIVER)
+        noted = {"name": name, "role": role, "start_s": round(start, 3), "end_s": round(end, 3)}
+        if changing_s:
+            noted["ready_s"] = round(start + changing_s, 3)
+        self._phases.append(noted)
 
     def engines_sampled(self, seconds: float, busy_s: Sequence[float]) -> None:
         """Notes how long each engine had something to answer, where engines sample all the time.

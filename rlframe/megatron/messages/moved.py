@@ -12,6 +12,6 @@ class Moved:
     dropped_bytes: int
     """Bytes given back without a copy: gradients, which the next step starts from zero."""
     stuck_bytes: int = 0
-    """Bytes of the device that torch's allocator holds for no tensor: after a sleep, what it could not give back, because
-    a tensor is left in the same block."""
+    """Bytes of the device that torch's allocator holds for no tensor: after a sleep, what it could not give back,
+    because a tensor is left in the same block."""
     seconds: float

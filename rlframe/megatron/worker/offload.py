@@ -125,8 +125,8 @@ def forget_placeholders() -> None:
 
     Workaround for Transformer Engine 2.20 (`get_dummy_wgrad` of pytorch/module/base.py), which keeps one for each shape
     of a weight for good. They are made in the first backward pass, in whatever free memory suits them, such as that of
-    the logits. One tensor keeps torch's allocator from giving back the whole block, of gigabytes. The next backward pass
-    makes new ones. Not needed any more once Transformer Engine keeps none.
+    the logits. One tensor keeps torch's allocator from giving back the whole block, of gigabytes. The next backward
+    pass makes new ones. Not needed any more once Transformer Engine keeps none.
     """
     base = sys.modules.get("transformer_engine.pytorch.module.base")
     if base is not None:

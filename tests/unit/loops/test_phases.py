@@ -130,12 +130,14 @@ def test_roles_that_share_devices_take_turns() -> None:
 def test_room_is_made_for_a_role_that_shares_devices_without_waking_it() -> None:
     events: list[str] = []
     policy, critic, rollout = (Role(name, events) for name in ("policy", "critic", "rollout"))
-    phase = Phases(sharing=[rollout, policy, critic], announce=lambda _: None)
+    announced: list[str] = []
+    phase = Phases(sharing=[rollout, policy, critic], announce=announced.append)
     with phase("train", on=policy):
         phase.make_room(rollout)
         phase.make_room(rollout)
         phase.make_room("engines with devices of their own")
     assert events == ["rollout sleeps", "critic sleeps", "policy sleeps"]
+    assert announced == ["train", "make_room"]
     with phase("rollout", on=rollout):
         pass
     assert events[3:] == ["rollout wakes"]
@@ -150,10 +152,16 @@ def test_making_room_belongs_to_the_phases_time(time: Clock) -> None:
             time.sleep(0.03)
             super().sleep()
 
-    phase = Phases(sharing=[Slow("rollout", [])], announce=lambda _: None)
-    with phase("train", on="the policy"):
-        pass
-    assert phase.next_step() == pytest.approx({"train": 0.03})
+    ended: list[tuple[str, object, float, float]] = []
+    rollout = Slow("rollout", [])
+    phase = Phases(sharing=[rollout], announce=lambda _: None, ended=lambda *each: ended.append(each))
+    with phase("train", on="the policy"), phase("look"):
+        time.sleep(0.01)
+    assert phase.next_step() == pytest.approx({"train": 0.03, "look": 0.01})
+    # A phase inside another one changed nothing.
+    look, train = ("look", None, 0.01, 0.0), ("train", "the policy", 0.04, 0.03)
+    assert [each[:2] for each in ended] == [look[:2], train[:2]]
+    assert [each[2:] for each in ended] == [pytest.approx(look[2:]), pytest.approx(train[2:])]
 
 
 def test_an_error_in_a_phase_goes_through() -> None:

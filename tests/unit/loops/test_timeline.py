@@ -41,6 +41,17 @@ def test_phases_are_written_with_their_roles_and_cut_off_on_resume(tmp_path: Pat
     assert [line["step"] for line in lines(tmp_path / "timeline.jsonl")] == [1]
 
 
+def test_a_phase_says_until_when_roles_changed_for_it(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    timeline.ended("train", Engines(), 2.0, 0.5)
+    timeline.ended("reward", None, 1.0, 0.0)
+    timeline.write(1)
+    (line,) = lines(tmp_path / "timeline.jsonl")
+    train, reward = line["phases"]
+    assert train["ready_s"] - train["start_s"] == pytest.approx(0.5, abs=0.0011)
+    assert "ready_s" not in reward
+
+
 def phase(name: str, role: str, start: float, end: float) -> dict:
     """A phase of the timeline."""
     return {"name": name, "role": role, "start_s": start, "end_s": end}

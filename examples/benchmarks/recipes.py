@@ -4,8 +4,11 @@
 
 A case is a recipe with what one device asks to be changed. Weights are random, every response has the same length, and
 the prediction is that of `rlframe.tools.plan` for the same settings. Memory is what nvidia-smi says of the whole device
-20 times a second: its peak within a phase, over the steps that count. Seconds are medians of those steps; the first
-WARM_UP are not counted. Each case is written when it ends.
+20 times a second: its peak within a phase, over the steps that count, from the moment when the roles of the phase
+before have gone to sleep. What it is until then, while one role leaves and the next comes, is `changes_bytes`. The
+prediction has what torch's allocator reserves besides the tensors, which nvidia-smi sees too. Seconds are medians of
+the steps that count, of whole phases; the first WARM_UP steps are not counted. `own` has what the processes themselves
+say of their memory and of their times, medians too. Each case is written when it ends.
 """
 
 import argparse
@@ -17,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,10 @@ PHASES = {
 """Preflight's name of each phase of a run's timeline."""
 ONE_DEVICE = ["train.parallel=d1", "rollout.num_engines=1"]
 ONE_TRAINER = ["train.parallel=d1"]
+
+
+Span = tuple[str, float, float]
+"""Name of a phase, and when it began and ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +130,9 @@ def measure(case: Case, folder: Path, logs: Path | None, name: str, limit_s: flo
     found: dict[str, Any] = {"machine": machine(), "case": asdict(case), "rc": run.returncode}
     found["start_s"] = next(phase["start_s"] for row in timeline for phase in row["phases"]) - begun
     counted = [row for row in timeline if row["step"] > WARM_UP]
-    measured = {"memory_bytes": memory.peaks(counted), "seconds": medians(counted)}
+    measured = {"memory_bytes": memory.peaks(spans(counted, of="roles")), "seconds": medians(counted)}
+    found["changes_bytes"] = memory.peaks(spans(counted, of="changes"))
+    found["own"] = own(steps[WARM_UP:])
     for kind, values in measured.items():
         found[kind] = {
             phase: {"predicted": predicted[kind].get(phase), "measured": value} for phase, value in values.items()
@@ -195,9 +204,7 @@ def planned(case: Case, settings: list[str], folder: Path) -> dict[str, dict[str
     command += ["--config-name", case.recipe, *settings]
     subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
     plan = json.loads(file.read_text())
-    phases = plan["devices"][0]["phases"]
-    memory = {phase: sum(part["bytes"] for part in parts) for phase, parts in phases.items()}
-    return {"memory_bytes": memory, "seconds": plan["seconds"]}
+    return {"memory_bytes": plan["devices"][0]["reserved"], "seconds": plan["seconds"]}
 
 
 def environment() -> dict[str, str]:
@@ -225,22 +232,40 @@ class Memory:
         self._process.terminate()
         self._thread.join()
 
-    def peaks(self, timeline: list[Mapping[str, Any]]) -> dict[str, float]:
+    def peaks(self, times: Iterable[Span]) -> dict[str, float]:
         """Returns the greatest sample within each phase."""
-        found: dict[str, float] = {}
-        for phase, start, end in spans(timeline):
-            inside = [value for at, value in self.samples if start <= at <= end]
-            if inside:
-                found[phase] = max(found.get(phase, 0.0), *inside)
-        return found
+        return peaks(self.samples, times)
 
 
-def spans(timeline: list[Mapping[str, Any]]) -> Iterable[tuple[str, float, float]]:
-    """Yields preflight's name, begin and end of every phase."""
+def peaks(samples: Iterable[tuple[float, float]], times: Iterable[Span]) -> dict[str, float]:
+    """Returns the greatest sample of each phase. A sample arrives up to SAMPLE_MS after what it says was so."""
+    found: dict[str, float] = {}
+    for phase, start, end in times:
+        inside = [value for at, value in samples if start + SAMPLE_MS / 1000 <= at <= end]
+        if inside:
+            found[phase] = max(found.get(phase, 0.0), *inside)
+    return found
+
+
+def spans(timeline: Iterable[Mapping[str, Any]], *, of: str = "phases") -> Iterator[Span]:
+    """Yields preflight's name, begin and end of every phase.
+
+    Args:
+        of: "phases" for the whole phases, "changes" for their begin, in which roles go to sleep and wake, and "roles"
+            for the rest.
+    """
     for row in timeline:
         for phase in row["phases"]:
             if phase["name"] in PHASES:
-                yield PHASES[phase["name"]], phase["start_s"], phase["end_s"]
+                start, end = phase["start_s"], phase["end_s"]
+                ready = phase.get("ready_s", start)
+                yield PHASES[phase["name"]], ready if of == "roles" else start, ready if of == "changes" else end
+
+
+def own(steps: list[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the medians of the metrics of memory and of time."""
+    names = {name for step in steps for name in step if name.startswith(("memory/", "time/"))}
+    return {name: statistics.median(step[name] for step in steps if name in step) for name in sorted(names)}
 
 
 def medians(timeline: list[Mapping[str, Any]]) -> dict[str, float]:

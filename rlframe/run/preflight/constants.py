@@ -2,7 +2,8 @@
 
 Each says which runs it was taken from: files of examples/benchmarks/results, on H200 with torch 2.11, Megatron-Core
 0.16.1 and Transformer Engine 2.20. `examples/benchmarks/preflight.py` compares predictions with all results, those of
-other runs included. They were frozen on 2026-11-23.
+other runs included. They were frozen on 2026-11-23; the two about engines that sleep came a day later, from a file of
+before that.
 """
 
 # Memory.
@@ -73,6 +74,10 @@ DECODE_LAYER_S = 54e-6
 """Seconds of a decode step for each layer that no byte explains: vLLM in engines_qwen3_4b, one request alone."""
 PREFILL_EFFICIENCY = 0.62
 """Matrix products of prompts over their peak: vLLM in engines_qwen3_4b."""
+ENGINE_SLEEP_BANDWIDTH = 888e9
+"""Bytes a second that an engine gives back when it goes to sleep: vLLM in engines_qwen3_4b, 90.2 GB in 0.102 s."""
+ENGINE_WAKE_BANDWIDTH = 293e9
+"""Bytes a second that an engine takes again when it wakes: vLLM in engines_qwen3_4b, 90.2 GB in 0.308 s."""
 SYNC_LATENCY_S = 0.02
 """Seconds of a weight sync that no byte explains: weight_sync_30b_split and weight_sync_30b_ep2."""
 SYNC_EFFICIENCY = 0.95

@@ -204,6 +204,7 @@ def facts(plan: Plan, faults: Iterable[Fault], layouts: Iterable[Layout]) -> dic
                                   for role, part in device.at(phase)]
                     for phase in device.phases
                 },
+                "reserved": {phase.value: device.reserved_bytes_at(phase) for phase in device.phases},
             }
             for device in plan.devices
         ],

@@ -91,6 +91,11 @@ class EngineMemory:
         """Tokens whose keys and values fit an engine at once."""
         return max(0, int(self.cache_bytes / self.token_bytes))
 
+    @property
+    def sleeps(self) -> bool:
+        """Returns whether it gives its memory back while other roles work on the device."""
+        return self.shares and self.cuda and self.config.sleeps
+
     def process(self) -> Process:
         """Returns one device's part of the engine."""
         weights = Part("weights", self.weights_bytes)
@@ -99,7 +104,7 @@ class EngineMemory:
             return Process(role=self.role, resident=(weights,), work={Phase.GENERATION: (cache,)}, keeps=False)
         graphs = Part("CUDA graphs", 0.0 if self.config.enforce_eager else constants.GRAPH_BYTES, measured=False)
         workspace = Part("workspaces and context", constants.ENGINE_WORKSPACE_BYTES, measured=False)
-        if not (self.shares and self.config.sleeps):
+        if not self.sleeps:
             return Process(role=self.role, resident=(weights, cache, graphs, workspace), keeps=False)
         asleep = Part("context of the engine asleep", constants.ENGINE_ASLEEP_BYTES, measured=False)
         return Process(

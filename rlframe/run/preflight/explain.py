@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlframe.algorithms.base import Algorithm
-from rlframe.cluster.roles import ENGINES
+from rlframe.cluster.roles import CRITIC, ENGINES
 from rlframe.run.config import RunConfig
 from rlframe.run.preflight.advice import faults_of, singles
 from rlframe.run.preflight.devices import Accelerator, host
@@ -64,7 +64,9 @@ def predicted(found: Plan, error: OutOfMemory) -> str:
 def phase_of(error: OutOfMemory) -> Phase | None:
     """Returns the phase in which the error arose. None for the start of a process."""
     call = error.call.partition("(")[0]
-    return None if call == "start" else CALLS.get(call, Phase.LOGPROBS)
+    if call == "start":
+        return None
+    return Phase.CRITIC if error.role == CRITIC else CALLS.get(call, Phase.LOGPROBS)
 
 
 def device_of(found: Plan, role: str) -> DeviceMemory:

@@ -4,13 +4,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rlframe.run.preflight import constants
+
 
 class Phase(StrEnum):
     """The phases of a step that differ in what devices hold."""
 
     GENERATION = "generation"
     LOGPROBS = "logprobs"
-    """Forward passes of models in ranks: of the policy, the reference, a critic, a reward model."""
+    """Forward passes of models in ranks: of the policy, the reference, a teacher, a reward model."""
+    CRITIC = "critic"
+    """Values, and the training of the critic."""
     TRAIN = "train"
     SYNC = "weight sync"
 
@@ -49,6 +53,16 @@ class Process:
         cached = max((total(parts) for parts in self.work.values()), default=0.0) if self.keeps else 0.0
         return (*self.resident, Part("kept by torch's allocator for the next step", cached))
 
+    def reserved_at(self, phase: Phase) -> float:
+        """Returns the bytes that the device counts as taken in a phase. Where torch's allocator keeps memory, it has
+        reserved more than the tensors of the work, from fragments, and gives back what it has only when the process
+        sleeps, or under pressure."""
+        works = phase in self.work
+        if not self.keeps or (self.asleep is not None and not works):
+            return total(self.at(phase))
+        most = self.work[phase] if self.asleep is not None else max(self.work.values(), key=total, default=())
+        return total(self.resident) + (1 + constants.ALLOCATOR_FRACTION) * total(most)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
@@ -70,6 +84,10 @@ class DeviceMemory:
     def bytes_at(self, phase: Phase) -> float:
         """Returns the bytes of a phase."""
         return total(part for _, part in self.at(phase))
+
+    def reserved_bytes_at(self, phase: Phase) -> float:
+        """Returns the bytes that the device counts as taken in a phase."""
+        return sum(process.reserved_at(phase) for process in self.processes)
 
     def certain_bytes_at(self, phase: Phase) -> float:
         """Returns the bytes of a phase without the parts of which only the order of magnitude is known."""

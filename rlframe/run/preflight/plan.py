@@ -1,6 +1,6 @@
 """The plan of a run: its processes on their devices, and the seconds of its step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.run.config import RunConfig
-from rlframe.run.preflight import constants, seconds
+from rlframe.run.preflight import constants, seconds, turns
 from rlframe.run.preflight.devices import Accelerator
 from rlframe.run.preflight.engine import EngineMemory
 from rlframe.run.preflight.parts import DeviceMemory, Phase, Process, total
@@ -99,6 +99,13 @@ class Plan:
         """The division of the policy's step."""
         return divide(self.workload, self.run.train)
 
+    @property
+    def computes_old_logprobs(self) -> bool:
+        """Returns whether the policy computes logprobs of the batch before its first update: a single one would find
+        the same (loops/online.py)."""
+        algorithm = self.algorithm
+        return isinstance(algorithm, OnlineAlgorithm) and self.division.updates > 1 and not algorithm.bypass
+
     @cached_property
     def trainer(self) -> TrainerMemory:
         """A rank of the policy."""
@@ -116,7 +123,7 @@ class Plan:
             microbatches=self.division.microbatches,
             sequence_tokens=self.workload.sequence_tokens,
             logits_copies=copies,
-            forward_passes=needs.online or needs.reference or bool(teacher),
+            forward_passes=self.computes_old_logprobs or needs.reference or bool(teacher),
             cuda=self.cuda,
             teacher_bytes=self._frozen_bytes(teacher.model, self.parallel) if inside and teacher else 0.0,
         )
@@ -131,7 +138,7 @@ class Plan:
         return TrainerMemory(
             role=CRITIC, train=self.run.critic_train, architecture=counter.architecture, counter=counter,
             tokens=division.tokens, microbatches=division.microbatches,
-            sequence_tokens=self.workload.sequence_tokens, cuda=self.cuda,
+            sequence_tokens=self.workload.sequence_tokens, forward_passes=False, cuda=self.cuda, phase=Phase.CRITIC,
         )  # fmt: skip
 
     @cached_property
@@ -169,8 +176,9 @@ class Plan:
         """The phases of a step."""
         sampled = (Phase.GENERATION,) if self.workload.sampled else ()
         synced = (Phase.SYNC,) if self.workload.sampled else ()
-        forward = self.trainer.forward_passes or self.critic or self.run.reward.model
-        return (*sampled, *((Phase.LOGPROBS,) if forward else ()), Phase.TRAIN, *synced)
+        forward = (Phase.LOGPROBS,) if self.trainer.forward_passes or self.run.reward.model else ()
+        critic = (Phase.CRITIC,) if self.critic else ()
+        return (*sampled, *forward, *critic, Phase.TRAIN, *synced)
 
     @cached_property
     def devices(self) -> tuple[DeviceMemory, ...]:
@@ -290,20 +298,45 @@ class Plan:
             return {}
         found = dict(self._sampling_seconds()) if self.engine else {}
         policy = self.timed(self.trainer, self.division)
-        forward = 0.0
-        if isinstance(self.algorithm, OnlineAlgorithm) and not self.algorithm.bypass:
-            forward += 1.0
+        one_pass = self._over_batch(policy, self.division, self.run.train)
+        forward = float(self.computes_old_logprobs)
         forward += float(self.algorithm.needs_reference and not self.algorithm.precomputes_reference)
         if forward:
-            found["logprobs"] = forward * self.division.updates * policy.passes(backward=False)
-            found["logprobs"] /= self.run.train.epochs_per_batch
-            # There and back.
-            found["logprobs"] += 2 * self.reference_bytes / constants.REFERENCE_BANDWIDTH
+            # The reference's weights go there and back.
+            found["logprobs"] = forward * one_pass + 2 * self.reference_bytes / constants.REFERENCE_BANDWIDTH
         found["train"] = self.division.updates * policy.optimizer_step()
+        found["train"] += one_pass if self.algorithm.needs_entropies else 0.0
         if self.critic_trainer:
             division = divide(self.workload, self.run.critic_train)
             critic = self.timed(self.critic_trainer, division)
-            found["critic"] = critic.passes(backward=False) + division.updates * critic.optimizer_step()
+            # Values of the batch, then its updates.
+            found["critic"] = self._over_batch(critic, division, self.run.critic_train)
+            found["critic"] += division.updates * critic.optimizer_step()
+        for phase, changing in turns.changes(self._turns(found), self._sleepers()).items():
+            found[phase] += changing
+        return found
+
+    @staticmethod
+    def _over_batch(timed: seconds.TrainerSeconds, division: Division, train: TrainConfig) -> float:
+        """Returns the seconds of one forward pass over the batch, whose parts are those of the optimizer steps."""
+        return division.updates / train.epochs_per_batch * timed.passes(backward=False)
+
+    def _turns(self, phases: Iterable[str]) -> Iterator[turns.Turn]:
+        """Yields who works when in a step, see loops/online.py."""
+        on = {"generation": ENGINES, "logprobs": POLICY, "critic": CRITIC, "train": POLICY, "weight sync": ENGINES}
+        for phase in on:
+            if phase in phases:
+                yield turns.Turn(phase=phase, role=on[phase], wakes=phase != "weight sync")
+
+    def _sleepers(self) -> dict[str, turns.Sleeper]:
+        """Returns the roles that sleep, as run/compose chooses them."""
+        found = {}
+        if self.engine and self.engine.sleeps:
+            found[ENGINES] = turns.of_engine(self.engine)
+        if self.run.train.offload_optimizer:
+            found[POLICY] = turns.of_trainer(self.trainer)
+        if self.critic_trainer and self.run.critic_train.offload_optimizer:
+            found[CRITIC] = turns.of_trainer(self.critic_trainer)
         return found
 
     @property
@@ -341,16 +374,14 @@ class Plan:
             group=work.group if getattr(engine.config, "enable_prefix_caching", False) else 1,
         )
         yield "generation", seconds.generation(engine, self.accelerator.speeds, responses, count.all)
-        yield (
-            "weight sync",
-            seconds.sync(
-                engine,
-                self.accelerator.speeds,
-                colocated=self.run.cluster.colocate,
-                same_host=self.num_devices <= self.devices_per_host,
-                sources=self.parallel.world,
-            ),
+        sync = seconds.sync(
+            engine,
+            self.accelerator.speeds,
+            colocated=self.run.cluster.colocate,
+            same_host=self.num_devices <= self.devices_per_host,
+            sources=self.parallel.world,
         )
+        yield "weight sync", sync + (turns.weights_wake(engine) if engine.sleeps else 0.0)
 
     @property
     def num_devices(self) -> int:

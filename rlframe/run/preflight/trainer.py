@@ -43,6 +43,8 @@ class TrainerMemory:
     cuda: bool = True
     teacher_bytes: float = 0.0
     """Weights of a teacher in the same ranks."""
+    phase: Phase = Phase.TRAIN
+    """The phase in which it trains."""
 
     @property
     def parallel(self) -> Parallel:
@@ -69,7 +71,7 @@ class TrainerMemory:
         merged = Part("merged adapters", stage.adapted * self.itemsize)
         teacher = Part("teacher", self.teacher_bytes)
         states = tuple(self.states(stage))
-        work = {Phase.TRAIN: tuple(self._training(stage))}
+        work = {self.phase: tuple(self._training(stage))}
         if self.forward_passes:
             work[Phase.LOGPROBS] = tuple(self._forward(stage))
         sleeps = self.train.offload_optimizer

@@ -22,7 +22,7 @@ def test_a_run_that_fits_is_printed_with_every_section(tmp_path: Path, capsys: p
     text = " ".join(" ".join(lines).split())
     assert "4.02 billion parameters, 36 layers; 1 x h200 of 150.1 GB" in text
     assert "64 prompts x 8 = 512 sequences of 1,024 + 1,000 tokens, 1,036,288 tokens a step" in text
-    assert "policy: gradients - 16.1 16.1 -" in text and "legality no fault" in text
+    assert "policy: gradients - 16.1 -" in text and "legality no fault" in text
     assert "python -m rlframe.tools.plan_sync --model" in text
 
 

@@ -175,7 +175,12 @@ def test_a_long_sequence_keeps_its_layers_inputs_on_the_host_and_few_logits(tmp_
 
 def test_masks_of_sparse_attention_are_kept_by_every_layer_whatever_is_recomputed(tmp_path: Path) -> None:
     name = "masks of sparse attention"
-    settings = ("train.parallel=d1", "train.max_tokens_per_microbatch=16384", "rollout.max_tokens=8192")
+    settings = (
+        "train.parallel=d1",
+        "train.max_tokens_per_microbatch=16384",
+        "train.num_minibatches=2",
+        "rollout.max_tokens=8192",
+    )
     plans = [planned(tmp_path, SPARSE, *settings, f"train.recompute={recompute}") for recompute in ("none", "full")]
     layers, tokens, length = (
         plans[0].architecture.num_layers, plans[0].trainer.tokens, plans[0].workload.sequence_tokens,

@@ -72,6 +72,8 @@ DECODE_EFFICIENCY = 0.65
 """Weights and caches read for a decode step over the memory's speed: vLLM in engines_qwen3_4b."""
 DECODE_LAYER_S = 54e-6
 """Seconds of a decode step for each layer that no byte explains: vLLM in engines_qwen3_4b, one request alone."""
+L2_BYTES = 50_000_000
+"""The cache between the device's memory and its processors: data sheets of H100 and H200."""
 PREFILL_EFFICIENCY = 0.62
 """Matrix products of prompts over their peak: vLLM in engines_qwen3_4b."""
 ENGINE_SLEEP_BANDWIDTH = 888e9

@@ -154,7 +154,7 @@ def _seconds(plan: Plan) -> Iterator[str]:
     assert speeds is not None
     flops = seconds.training_operations(plan.architecture, mean_length=plan.workload.sequence_tokens)
     epochs = plan.run.train.epochs_per_batch
-    mfu = flops * plan.workload.tokens * epochs / (found["train"] * plan.parallel.world * speeds.flops)
+    mfu = flops * plan.workload.tokens * epochs / (plan.update_seconds * plan.parallel.world * speeds.flops)
     yield f"training at {100 * mfu:.0f} % of the devices' peak (MFU); every response is assumed as long as said above"
 
 

@@ -304,7 +304,7 @@ class Plan:
         if forward:
             # The reference's weights go there and back.
             found["logprobs"] = forward * one_pass + 2 * self.reference_bytes / constants.REFERENCE_BANDWIDTH
-        found["train"] = self.division.updates * policy.optimizer_step()
+        found["train"] = self.update_seconds
         found["train"] += one_pass if self.algorithm.needs_entropies else 0.0
         if self.critic_trainer:
             division = divide(self.workload, self.run.critic_train)
@@ -315,6 +315,11 @@ class Plan:
         for phase, changing in turns.changes(self._turns(found), self._sleepers()).items():
             found[phase] += changing
         return found
+
+    @property
+    def update_seconds(self) -> float:
+        """Seconds of the policy's optimizer steps. The device's speeds must be known."""
+        return self.division.updates * self.timed(self.trainer, self.division).optimizer_step()
 
     @staticmethod
     def _over_batch(timed: seconds.TrainerSeconds, division: Division, train: TrainConfig) -> float:

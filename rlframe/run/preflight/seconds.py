@@ -315,10 +315,19 @@ def generation(memory: EngineMemory, speeds: Speeds, responses: Responses, opera
     steps, batch = waves(memory, responses)
     bandwidth = speeds.memory * constants.DECODE_EFFICIENCY
     # Of T tokens of a response, the mean one sees the prompt and half of the response.
-    seen = responses.prompt_tokens + responses.tokens / 2
+    seen = prompt_read(memory, responses) + responses.tokens / 2
     read = responses.sequences * responses.tokens * seen * memory.token_bytes / bandwidth
     step = weights_read(memory, batch) / bandwidth + memory.architecture.num_layers * constants.DECODE_LAYER_S
     return prefill + steps * step + read
+
+
+def prompt_read(memory: EngineMemory, responses: Responses) -> float:
+    """Returns the tokens of a prompt that each of its responses has read from the device's memory in a decode step.
+    Those of a group have the same blocks of the cache, and a layer reads them for all at once: they come from the L2
+    cache, if that holds a layer's, for all but the first."""
+    layers = memory.architecture.num_layers
+    fits = responses.prompt_tokens * memory.token_bytes / layers <= constants.L2_BYTES
+    return responses.prompt_tokens / (responses.group if fits else 1)
 
 
 def waves(memory: EngineMemory, responses: Responses) -> tuple[float, float]:

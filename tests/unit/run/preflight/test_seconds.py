@@ -36,6 +36,26 @@ def test_a_decode_step_of_one_request_reads_every_weight_once(tmp_path: Path) ->
     assert seconds.generation(engine, speeds, one, 0.0) == pytest.approx(100 * step + cache)
 
 
+def test_responses_of_a_group_read_their_prompt_once_as_long_as_a_layers_part_stays_in_the_cache(
+    tmp_path: Path,
+) -> None:
+    found = planned(tmp_path / "a", QWEN3_4B)
+    engine, speeds = found.engine, found.accelerator.speeds
+    assert engine is not None and speeds is not None
+    bandwidth = speeds.memory * constants.DECODE_EFFICIENCY
+
+    def read(prompt: int, group: int) -> float:
+        """Seconds that the prompt adds to 8 responses of 100 tokens."""
+        whole = Responses(sequences=8, prompt_tokens=prompt, tokens=100, longest=100, group=group)
+        without = replace(whole, prompt_tokens=0)
+        return seconds.generation(engine, speeds, whole, 0.0) - seconds.generation(engine, speeds, without, 0.0)
+
+    # 4,096 bytes a token and layer: 12,207 tokens are 50 MB.
+    assert read(12_000, 1) == pytest.approx(8 * 100 * 12_000 * 147_456 / bandwidth)
+    assert read(12_000, 8) == pytest.approx(read(12_000, 1) / 8)
+    assert read(13_000, 8) == pytest.approx(read(13_000, 1))
+
+
 def test_one_token_reads_its_own_experts_and_many_read_all(tmp_path: Path) -> None:
     found = planned(tmp_path / "a", MOE)
     assert found.engine is not None

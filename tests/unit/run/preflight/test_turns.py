@@ -50,6 +50,7 @@ def test_policy_critic_and_engines_each_have_the_device_in_their_phases(tmp_path
     states = 18 * HEADLESS + constants.WORKSPACE_BYTES + constants.CONTEXT_BYTES
     work = sum(part.bytes for part in found.devices[0].processes[1].work[Phase.CRITIC])
     assert held(found, Phase.CRITIC, "critic") == states + work
+    assert found.critic_trainer is not None
     # Of 16,384 tokens what each layer reads, and a layer that is computed again; a critic has no logits.
     assert work == 16384 * 2560 * 2 * 36 + found.critic_trainer.activations(found.critic_trainer.stages()[0]).working
 

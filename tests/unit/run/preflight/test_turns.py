@@ -33,13 +33,19 @@ def ppo(path: Path, *overrides: str) -> Plan:
     return plan(run, algorithm_of(run), KINDS["h200"], prompt_tokens=512, response_tokens=512)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """The plan in which every role sleeps."""
+    return ppo(tmp_path_factory.mktemp("whole"))
+
+
 def held(found: Plan, phase: Phase, role: str) -> float:
     """Bytes of a role in a phase."""
     return sum(part.bytes for name, part in found.devices[0].at(phase) if name == role)
 
 
-def test_policy_critic_and_engines_each_have_the_device_in_their_phases(tmp_path: Path) -> None:
-    found = ppo(tmp_path)
+def test_policy_critic_and_engines_each_have_the_device_in_their_phases(whole: Plan) -> None:
+    found = whole
     names = [Phase.GENERATION, Phase.LOGPROBS, Phase.CRITIC, Phase.TRAIN, Phase.SYNC]
     assert list(found.phases) == names
     assert [held(found, phase, "policy") == ASLEEP for phase in names] == [True, False, True, False, True]
@@ -55,16 +61,17 @@ def test_policy_critic_and_engines_each_have_the_device_in_their_phases(tmp_path
     assert work == 16384 * 2560 * 2 * 36 + found.critic_trainer.activations(found.critic_trainer.stages()[0]).working
 
 
-def test_a_critic_that_stays_awake_keeps_what_it_trained_with(tmp_path: Path) -> None:
-    sleeps, stays = ppo(tmp_path), ppo(tmp_path, "critic.train.offload_optimizer=false")
+@pytest.mark.thorough
+def test_a_critic_that_stays_awake_keeps_what_it_trained_with(tmp_path: Path, whole: Plan) -> None:
+    sleeps, stays = whole, ppo(tmp_path, "critic.train.offload_optimizer=false")
     work = sum(part.bytes for part in stays.devices[0].processes[1].work[Phase.CRITIC])
     more = stays.devices[0].bytes_at(Phase.TRAIN) - sleeps.devices[0].bytes_at(Phase.TRAIN)
     assert more == 16 * HEADLESS + work
 
 
 def test_logprobs_are_a_phase_only_where_the_policy_computes_any(tmp_path: Path) -> None:
-    assert Phase.LOGPROBS not in ppo(tmp_path, "train.num_minibatches=1").phases
-    assert "logprobs" not in ppo(tmp_path, "train.num_minibatches=1").step_seconds
+    single = ppo(tmp_path, "train.num_minibatches=1")
+    assert Phase.LOGPROBS not in single.phases and "logprobs" not in single.step_seconds
     assert Phase.LOGPROBS in ppo(tmp_path, "train.epochs_per_batch=2", "train.num_minibatches=1").phases
 
 
@@ -74,8 +81,8 @@ def test_out_of_memory_of_a_critic_is_in_its_phase() -> None:
     assert phase_of(OutOfMemory("policy", 0, "train", "CUDA out of memory.")) is Phase.TRAIN
 
 
-def test_what_the_device_counts_has_the_allocators_fragments_of_who_is_awake(tmp_path: Path) -> None:
-    found = ppo(tmp_path)
+def test_what_the_device_counts_has_the_allocators_fragments_of_who_is_awake(whole: Plan) -> None:
+    found = whole
     (device,) = found.devices
     policy, critic, _ = device.processes
     for phase, process in ((Phase.LOGPROBS, policy), (Phase.TRAIN, policy), (Phase.CRITIC, critic)):
@@ -106,8 +113,8 @@ def test_each_role_sleeps_once_and_wakes_once_where_it_works_once() -> None:
     assert changes([turns[0], turns[2], turns[3]], roles) == {"generation": 10, "critic": 200, "train": 100 + 20}
 
 
-def test_a_step_counts_values_of_the_whole_batch_and_every_copy_of_optimizers(tmp_path: Path) -> None:
-    found, stays = ppo(tmp_path), ppo(tmp_path, "train.offload_optimizer=false", "critic.train.offload_optimizer=false")
+def test_a_step_counts_values_of_the_whole_batch_and_every_copy_of_optimizers(tmp_path: Path, whole: Plan) -> None:
+    found, stays = whole, ppo(tmp_path, "train.offload_optimizer=false", "critic.train.offload_optimizer=false")
     assert found.critic_trainer is not None and stays.critic_trainer is not None
     critic = found.timed(found.critic_trainer, found.division)
     # 64 sequences of 1,024 tokens: two optimizer steps of two micro-batches; the values of all four come first.
@@ -126,6 +133,7 @@ def test_a_step_counts_values_of_the_whole_batch_and_every_copy_of_optimizers(tm
     assert more == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.thorough
 def test_entropies_of_the_batch_are_a_forward_pass_more(tmp_path: Path) -> None:
     found = planned(tmp_path, QWEN3_4B, "train.num_minibatches=2")
     more = planned(tmp_path, QWEN3_4B, "train.num_minibatches=2", "algorithm.top_entropy_fraction=0.2")
@@ -133,6 +141,7 @@ def test_entropies_of_the_batch_are_a_forward_pass_more(tmp_path: Path) -> None:
     assert more.step_seconds["train"] - found.step_seconds["train"] == pytest.approx(2 * timed.passes(backward=False))
 
 
+@pytest.mark.thorough
 def test_an_engine_wakes_its_weights_for_the_sync_and_its_cache_to_sample(tmp_path: Path) -> None:
     cache = "rollout.kv_cache_gb=29.3"
     sleeps = planned(tmp_path, QWEN3_4B, cache).step_seconds

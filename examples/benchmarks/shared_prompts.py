@@ -158,7 +158,7 @@ def exact(path: Path, device: torch.device, vocab_size: int, shapes: Any) -> lis
     with trainer(path, device, share=True, dtype=Dtype.BFLOAT16) as rank:
         weights = {name: value.detach().cpu().clone() for name, value in rank.model.chunks[0].module.named_parameters()}
         rounded = {(shape, share): by_name(rank, shape, share=share) for shape in shapes for share in (False, True)}
-    del rank
+    del rank  # its memory is free for the next one
     found = []
     with trainer(path, device, share=False, dtype=Dtype.FLOAT32) as rank, torch.no_grad():
         for name, value in rank.model.chunks[0].module.named_parameters():
@@ -177,10 +177,8 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[
     """Norm of the difference over the norm of the other: of all tensors together, and of the one where it is most."""
     each = {name: difference(one[name], value) for name, value in other.items()}
     worst = max(each, key=lambda name: each[name])
-    squares = [sum(float(value.double().square().sum()) for value in parts) for parts in (
-        [one[name] - value for name, value in other.items()], other.values()
-    )]  # fmt: skip
-    return {"together": (squares[0] / squares[1]) ** 0.5, "worst": each[worst], "worst_tensor": worst}
+    together = difference(*(torch.cat([values[name].flatten() for name in other]) for values in (one, other)))
+    return {"together": together, "worst": each[worst], "worst_tensor": worst}
 
 
 def make_batch(vocab_size: int, prompt: int, response: int, size: int) -> TrainBatch:

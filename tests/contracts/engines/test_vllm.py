@@ -33,6 +33,15 @@ def test_sleeping_loses_nothing_on_the_cpu(case: Case):
     assert not case.engine.weights_lost
 
 
+@pytest.mark.parametrize("running", [param("vllm")], indirect=True)
+def test_a_step_takes_as_many_tokens_of_prompts_as_in_vllms_own_batches(case: Case):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    tokens, _ = EngineArgs.get_batch_defaults(world_size=1)
+    assert case.engine._engine.vllm_config.scheduler_config.max_num_batched_tokens == tokens[UsageContext.LLM_CLASS]
+
+
 @pytest.mark.parametrize("kind", [param("vllm")])
 def test_a_dense_model_gets_the_weights_by_a_reload(kind: Kind, tmp_path: Path):
     """vLLM packs other tensors of it."""

@@ -264,6 +264,8 @@ def test_indexers_are_read_and_not_split() -> None:
     assert a.indexer == IndexerDimensions(num_heads=4, head_dim=8, top_k=2048, interleaved=False)
     # transformers has three dense layers if config.json does not say.
     assert a.moe_layers == (False, False, False, True, True)
+    for name in ("indexed_attention", "deepseek_sparse_attention"):
+        assert DEEPSEEK_V32.architecture(INDEXED | {"layer_types": [name] * 3}).indexer == a.indexer
     shard = Shard(num_layers=1, padded_vocab_size=6, tp_size=2)
     assert DEEPSEEK_V32.parameters(a, shard)["decoder.layers.0.self_attention.indexer.wq_b"] == (32, 5)
     assert list(map(str, a.faults(tp=1, ep=1, etp=1, cp=2))) == [

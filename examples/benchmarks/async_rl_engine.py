@@ -11,7 +11,6 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +51,17 @@ class LengthsVllm(VllmEngine):
         self._log_lock = threading.Lock()
         super().__init__(config, **others)
 
-    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """See RolloutEngine. `max_tokens` and `min_tokens` are the drawn length."""
-        with self._counted(len(requests)):
-            return super().generate([self._with_length(request) for request in requests])
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+        """See RolloutEngine. `max_tokens` and `min_tokens` are the drawn length. `generate` calls it too."""
+        running = len(requests)
+        self._count(running)
+        try:
+            for ended in super().generate_each([self._with_length(request) for request in requests]):
+                running -= len(ended)
+                self._count(-len(ended))
+                yield ended
+        finally:
+            self._count(-running)
 
     def _with_length(self, request: GenerationRequest) -> GenerationRequest:
         name = zlib.crc32(np.ascontiguousarray(request.input.token_ids).tobytes())
@@ -64,14 +70,6 @@ class LengthsVllm(VllmEngine):
             longest = request.sampling.max_tokens
             length = draw_length(generator, self.config.mean_tokens, self.config.sigma, longest)
         return replace(request, sampling=replace(request.sampling, max_tokens=length, min_tokens=length))
-
-    @contextmanager
-    def _counted(self, count: int) -> Iterator[None]:
-        self._count(count)
-        try:
-            yield
-        finally:
-            self._count(-count)
 
     def _count(self, change: int) -> None:
         with self._log_lock:

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,10 @@ class TurnsVllm(VllmEngine):
             self._file.write(json.dumps(numbers) + "\n")
             self._file.flush()
 
-    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """See RolloutEngine."""
-        found = super().generate([self._with_length(request) for request in requests])
-        return [replace(each, finish_reason=FinishReason.STOP) for each in found]
+    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+        """See RolloutEngine. `generate` calls it too."""
+        for ended in super().generate_each([self._with_length(request) for request in requests]):
+            yield [(index, replace(each, finish_reason=FinishReason.STOP)) for index, each in ended]
 
     def _with_length(self, request: GenerationRequest) -> GenerationRequest:
         generator = np.random.default_rng(request.seed)

@@ -1,5 +1,8 @@
 """What only vLLM has: tensors that it repacks, and engines of several ranks on a CPU."""
 
+import itertools
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +107,21 @@ def test_requests_that_vllm_preempts_have_the_logprobs_of_their_tokens(kind: Kin
         expected = nats(model, request, completion.token_ids.tolist())
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
     engine.close()
+
+
+@pytest.mark.parametrize("kind", [param("vllm")])
+def test_a_class_that_draws_lengths_draws_those_of_both_calls(kind: Kind, folder: Path, tmp_path: Path):
+    """Calls of one request come by `generate`, of several by `generate_each`."""
+    place = Path(__file__).parents[3] / "examples/benchmarks/async_rl_engine.py"
+    drawing = replace(kind, name=f"{place}:LengthsVllm")
+    engine = drawing.start(folder, mean_tokens=10.0, sigma=0.5, running_log=str(tmp_path))
+    engine.gate.commit(0)
+    requests = make_requests(8, sampling=SamplingParams(max_tokens=40))
+    lengths = [len(each.token_ids) for each in engine.generate(requests)]
+    again = dict(itertools.chain.from_iterable(engine.generate_each(requests)))
+    engine.close()
+    assert len(set(lengths)) > 4 and max(lengths) < 40
+    assert len({len(each.token_ids) for each in again.values()}) > 4
+    (log,) = tmp_path.glob("*.jsonl")
+    running = [json.loads(line)["running"] for line in log.read_text().splitlines()]
+    assert max(running) == 8 and running[-1] == 0 and len(running) > 4

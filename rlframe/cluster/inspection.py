@@ -18,7 +18,7 @@ from rlframe.cluster.needs import Needs
 from rlframe.cluster.nodes import Node
 from rlframe.utils.errors import ConfigError, OutputError
 from rlframe.utils.faults import Fault
-from rlframe.utils.files import write_whole
+from rlframe.utils.files.whole import write_whole
 
 logger = logging.getLogger(__name__)
 PREFIX = ".seen-from-all-nodes-"

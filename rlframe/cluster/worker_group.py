@@ -19,8 +19,8 @@ from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import log_tail
 from rlframe.utils.errors import ConfigError, RlframeError, WorkerDied
 from rlframe.utils.faults import Fault
-from rlframe.utils.memory import MemoryUse
 from rlframe.utils.outside import SOURCES
+from rlframe.utils.process.memory import MemoryUse
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -24,7 +24,7 @@ from rlframe.loops.reporting.warned import Warned
 from rlframe.ops.responses import quantiles, repeated_fraction
 from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
-from rlframe.utils.jsonl import append, keep_steps
+from rlframe.utils.files.jsonl import append, keep_steps
 from rlframe.utils.text import printable
 
 logger = logging.getLogger(__name__)

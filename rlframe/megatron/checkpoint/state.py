@@ -56,7 +56,7 @@ from rlframe.megatron.proof import replicas
 from rlframe.megatron.skipping.outliers import Outliers
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
-from rlframe.utils.files import write_whole, writing
+from rlframe.utils.files.whole import write_whole, writing
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Metadata with which Megatron's own training could read these checkpoints."""

@@ -23,9 +23,9 @@ from rlframe.run.compose.frozen import frozen
 from rlframe.run.compose.offline import offline
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.sets import evaluation_sets
-from rlframe.utils import garbage
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.process import garbage
 from rlframe.utils.text import print_line
 
 

@@ -30,8 +30,8 @@ from rlframe.run.compose.replay import replay
 from rlframe.run.compose.self_test import self_test, without_learning
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.preflight.explain import explaining
-from rlframe.utils import garbage
 from rlframe.utils.errors import ConfigError, NodeDied
+from rlframe.utils.process import garbage
 from rlframe.utils.registry import find
 
 logger = logging.getLogger(__name__)

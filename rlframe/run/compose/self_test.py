@@ -29,7 +29,7 @@ from rlframe.run.compose.offline import offline
 from rlframe.run.compose.online import online, probe
 from rlframe.run.compose.parts import Parts
 from rlframe.run.config import RunConfig
-from rlframe.utils import garbage
+from rlframe.utils.process import garbage
 from rlframe.utils.text import print_line
 
 

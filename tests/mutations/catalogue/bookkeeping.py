@@ -308,7 +308,7 @@ MUTATIONS: list[Mutation] = [
         ("what is finished is sampled again", "if name not in done]", "]"),
     ),
     *faults(
-        "rlframe/utils/jsonl.py",
+        "rlframe/utils/files/jsonl.py",
         "tests/unit/loops/evaluation/test_generate.py",
         ("a half-written line stays", "        os.truncate(file, whole_bytes)", "        pass"),
     ),

@@ -5,7 +5,7 @@ import pytest
 from rlframe.loops.config import Asynchronous
 from rlframe.loops.saving.background import choose
 from rlframe.megatron.messages.host_room import HostRoom
-from rlframe.utils import memory
+from rlframe.utils.process import memory
 
 
 class Ranks:

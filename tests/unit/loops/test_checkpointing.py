@@ -15,7 +15,7 @@ from rlframe.loops.saving import checkpoints as checkpointing
 from rlframe.loops.saving.checkpoints import STATE, TRAINING, Checkpoints, RunState, read_state, score
 from rlframe.loops.saving.manifest import COMPLETE, RUN, claim_owner, named_checkpoints, seal
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError, RlframeError
-from rlframe.utils.sealed import read_sealed, write_sealed
+from rlframe.utils.files.sealed import read_sealed, write_sealed
 
 
 def state(step: int, value: float | None = None) -> RunState:

@@ -15,7 +15,7 @@ from rlframe.loops.reporting.trackers.tensorboard import TensorBoard
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
-from rlframe.utils.jsonl import append
+from rlframe.utils.files.jsonl import append
 
 
 def rollout(index: int, *, reward: float, length: int = 3, finish: FinishReason = FinishReason.STOP) -> Rollout:

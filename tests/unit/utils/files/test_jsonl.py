@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from rlframe.utils.jsonl import append, keep_steps
+from rlframe.utils.files.jsonl import append, keep_steps
 
 
 def lines(file: pathlib.Path) -> list[dict]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.utils.errors import CheckpointError
-from rlframe.utils.files import write_whole
+from rlframe.utils.files.whole import write_whole
 
 
 def write_sealed(path: Path, content: Any) -> None:

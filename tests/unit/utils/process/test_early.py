@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlframe.cluster.watch.sight import State
-from rlframe.utils.early_process import EarlyProcess
+from rlframe.utils.process.early import EarlyProcess
 from tests.until import until, until_state
 
 pytestmark = pytest.mark.later
@@ -83,7 +83,7 @@ def test_a_process_that_inherits_files_is_spawned() -> None:
 
 def test_it_ends_with_its_parent_however_that_ends() -> None:
     program = (
-        "from rlframe.utils.early_process import EarlyProcess\n"
+        "from rlframe.utils.process.early import EarlyProcess\n"
         "early = EarlyProcess('pass')\nprint(early.pid, flush=True)\ninput()\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from rlframe.main import asks_for_run
-from rlframe.utils import telling
+from rlframe.utils.process import telling
 
 PROGRAM = """
 import threading
-from rlframe.utils import telling
+from rlframe.utils.process import telling
 telling._Own.telling = telling.Telling(every_s=0.05)
 print("begun", flush=True)
 import slow_package

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.utils.errors import OutputError
-from rlframe.utils.files import write_whole, writing
+from rlframe.utils.files.whole import write_whole, writing
 from rlframe.utils.text import json_line
 
 

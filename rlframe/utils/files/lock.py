@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlframe.utils.errors import ConfigError, OutputError
-from rlframe.utils.files import write_whole
+from rlframe.utils.files.whole import write_whole
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 5.0

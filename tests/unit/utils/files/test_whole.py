@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.utils import files
 from rlframe.utils.errors import CheckpointError, OutputError
-from rlframe.utils.files import whole_file, whole_folder, write_whole, writing
-from rlframe.utils.sealed import read_sealed, to_sealed, write_sealed
+from rlframe.utils.files import whole
+from rlframe.utils.files.sealed import read_sealed, to_sealed, write_sealed
+from rlframe.utils.files.whole import whole_file, whole_folder, write_whole, writing
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_crash_on_the_way_leaves_the_old_content(tmp_path: Path, monkeypatch: 
     def die(_: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.os, "fsync", die)
+    monkeypatch.setattr(whole.os, "fsync", die)
     with pytest.raises(KeyboardInterrupt):
         write_whole(file, b"new")
     assert file.read_bytes() == b"old"
@@ -46,8 +46,8 @@ def test_a_file_that_others_write_is_whole_or_as_it_was(tmp_path: Path) -> None:
 
 def test_a_folder_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, synced = tmp_path / "a", set()
-    real = files.sync
-    monkeypatch.setattr(files, "sync", lambda path: (synced.add(path.name), real(path)))
+    real = whole.sync
+    monkeypatch.setattr(whole, "sync", lambda path: (synced.add(path.name), real(path)))
     (tmp_path / ".a.partial").mkdir()
     (tmp_path / ".a.partial" / "of a crash").touch()
     for content in ("old", "new"):

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import gc
-from rlframe.utils import garbage
+from rlframe.utils.process import garbage
 
 garbage.release()
 assert gc.isenabled() and not gc.get_freeze_count(), "nothing was suspended"

@@ -5,7 +5,7 @@ import subprocess
 
 import numpy as np
 
-from rlframe.utils.memory import MemoryUse, of_role, used
+from rlframe.utils.process.memory import MemoryUse, of_role, used
 
 MIB = 1 << 20
 

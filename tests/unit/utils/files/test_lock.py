@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from rlframe.cluster.watch.sight import State
-from rlframe.utils import lock
 from rlframe.utils.errors import ConfigError, OutputError
-from rlframe.utils.lock import FolderLock, Holder
+from rlframe.utils.files import lock
+from rlframe.utils.files.lock import FolderLock, Holder
 from tests.until import PATIENCE_S, until, until_state
 
-ROOT = Path(__file__).parents[3]
-HOLD = "import sys, time; from pathlib import Path; from rlframe.utils.lock import FolderLock\n"
+ROOT = Path(__file__).parents[4]
+HOLD = "import sys, time; from pathlib import Path; from rlframe.utils.files.lock import FolderLock\n"
 HOLD += "held = FolderLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
 
 

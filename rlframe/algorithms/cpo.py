@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
-from rlframe.ops import preference
-from rlframe.ops.preference import PAIR_LOSSES, LikelihoodMean, LogRatios, PairLoss, PairSettings, pairs
+from rlframe.ops.comparisons import preference
+from rlframe.ops.comparisons.preference import PAIR_LOSSES, LikelihoodMean, LogRatios, PairLoss, PairSettings, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, PolicyOutput, Sum

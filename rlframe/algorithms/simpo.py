@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
-from rlframe.ops import preference
-from rlframe.ops.f_divergence import FDivergence, scores
-from rlframe.ops.preference import LikelihoodMean, pairs
+from rlframe.ops.comparisons import preference
+from rlframe.ops.comparisons.f_divergence import FDivergence, scores
+from rlframe.ops.comparisons.preference import LikelihoodMean, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, PolicyOutput, Sum

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlframe.data import builtin
 from rlframe.data.sets import read_prompts, settings_of
 from rlframe.loops.evaluation.generate import Generation
-from rlframe.run.check.reward import needing_answers
+from rlframe.run.check.roles.reward import needing_answers
 from rlframe.run.compose.frozen import frozen
 from rlframe.run.compose.parts import Parts
 from rlframe.types.prompt import Prompt

@@ -37,7 +37,7 @@ from rlframe.models.chat_template import Exported, text_of
 from rlframe.models.hub import resolve
 from rlframe.models.inspection import has_mtp
 from rlframe.run.check import check_device
-from rlframe.run.check.cluster import needs
+from rlframe.run.check.machines.cluster import needs
 from rlframe.run.compose.nsys import under_nsys
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.roles import topology

@@ -313,8 +313,8 @@ MUTATIONS: list[Mutation] = [
         ("a half-written line stays", "        os.truncate(file, whole_bytes)", "        pass"),
     ),
     *faults(
-        "rlframe/ops/pass_at_k.py",
-        "tests/unit/ops/test_pass_at_k.py",
+        "rlframe/ops/statistics/pass_at_k.py",
+        "tests/unit/ops/statistics/test_pass_at_k.py",
         (
             "pass@k is biased",
             "1.0 - math.comb(num_attempts - num_solved, k) / math.comb(num_attempts, k)",

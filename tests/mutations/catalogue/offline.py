@@ -7,7 +7,7 @@ SUPERVISED = "tests/unit/algorithms/test_sft.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
-        "rlframe/ops/preference.py",
+        "rlframe/ops/comparisons/preference.py",
         PREFERENCE,
         ("pairs change places", "return values[chosen], values[rejected]", "return values[rejected], values[chosen]"),
         (
@@ -67,7 +67,7 @@ MUTATIONS: list[Mutation] = [
         ("odds: probabilities", "- torch.log(-torch.expm1(chosen)) + torch.log(-torch.expm1(rejected))", ""),
     ),
     *faults(
-        "rlframe/ops/preference.py",
+        "rlframe/ops/comparisons/preference.py",
         "tests/unit/algorithms/test_kto.py",
         ("mismatched: everybody keeps the own response", "rows[1:] + rows[:1]", "rows"),
         (
@@ -202,7 +202,7 @@ MUTATIONS: list[Mutation] = [
         ("the last output is the pack's", "return last.where(last >= 0, ends)", "return ends"),
     ),
     *faults(
-        "rlframe/ops/contrast.py",
+        "rlframe/ops/comparisons/contrast.py",
         "tests/unit/algorithms/test_embedding.py",
         ("infonce: no temperature", "(near / temperature)", "(near * 1.0)"),
         ("infonce: dot products for cosines", "if cosine:", "if False:"),
@@ -214,7 +214,7 @@ MUTATIONS: list[Mutation] = [
         ("infonce: only the last width", "losses = losses + cross_entropy", "losses = cross_entropy"),
     ),
     *faults(
-        "rlframe/ops/ranking.py",
+        "rlframe/ops/comparisons/ranking.py",
         "tests/unit/algorithms/test_scores.py",
         (
             "a list's softmax is the step's",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlframe.algorithms.base import ForwardModel
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
-from rlframe.ops.preference import mismatched
+from rlframe.ops.comparisons.preference import mismatched
 from rlframe.types.batch import Sequences
 from rlframe.types.results import Mean, PolicyOutput, Sum
 from rlframe.types.supervised import Unpaired

@@ -10,7 +10,7 @@ from rlframe.algorithms.base import ForwardModel
 from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.orpo import Orpo, OrpoConfig
 from rlframe.algorithms.simpo import Simpo, SimpoConfig
-from rlframe.ops.preference import PairLoss, from_pairs, log_odds_ratio, pairs
+from rlframe.ops.comparisons.preference import PairLoss, from_pairs, log_odds_ratio, pairs
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, Mean, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences

@@ -12,8 +12,8 @@ from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
 from rlframe.algorithms.orpo import Orpo, OrpoConfig
 from rlframe.algorithms.reference import ReferenceSource, ReferenceUpdateConfig
 from rlframe.algorithms.simpo import Simpo, SimpoConfig
-from rlframe.ops.f_divergence import FDivergence, scores
-from rlframe.ops.preference import LikelihoodMean, PairLoss, length_discounts
+from rlframe.ops.comparisons.f_divergence import FDivergence, scores
+from rlframe.ops.comparisons.preference import LikelihoodMean, PairLoss, length_discounts
 from rlframe.types.results import LossOutput, Mean, PolicyOutput
 from tests.unit.algorithms.test_preference import BATCH, BETA, POLICY, Given
 

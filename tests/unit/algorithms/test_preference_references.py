@@ -18,8 +18,8 @@ from rlframe.algorithms.dpo import Dpo, DpoConfig
 from rlframe.algorithms.kto import Kto, KtoConfig, KtoLoss
 from rlframe.algorithms.orpo import Orpo, OrpoConfig
 from rlframe.algorithms.simpo import Simpo, SimpoConfig
-from rlframe.ops.f_divergence import FDivergence
-from rlframe.ops.preference import SMOOTHED, LikelihoodMean, PairLoss
+from rlframe.ops.comparisons.f_divergence import FDivergence
+from rlframe.ops.comparisons.preference import SMOOTHED, LikelihoodMean, PairLoss
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, PolicyOutput
 from rlframe.types.supervised import Preferences, Unpaired

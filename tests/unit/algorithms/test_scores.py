@@ -11,7 +11,7 @@ from rlframe.algorithms.base import ForwardModel
 from rlframe.algorithms.classification import Classification, ClassificationConfig
 from rlframe.algorithms.reranker import Reranker, RerankerConfig, RerankerLoss
 from rlframe.algorithms.reward_model import RewardModel, RewardModelConfig
-from rlframe.ops.ranking import first_relevant_ranks, list_log_softmax
+from rlframe.ops.comparisons.ranking import first_relevant_ranks, list_log_softmax
 from rlframe.types.batch import Sequences
 from rlframe.types.results import LossOutput, Mean, ValueOutput
 from rlframe.types.supervised import Labelled, Preferences

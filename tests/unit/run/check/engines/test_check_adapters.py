@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlframe.run.check import check
-from rlframe.run.check.adapters import engine_adapter
+from rlframe.run.check.engines.adapters import engine_adapter
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 from tests.e2e.recipes import make_model

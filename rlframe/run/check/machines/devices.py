@@ -7,10 +7,10 @@ import torch
 from rlframe.cluster.config import Device
 from rlframe.rollout.base.config import CacheAfterSync
 from rlframe.rollout.base.speculative import SpeculativeMethod
-from rlframe.run.check import critic as check_critic
-from rlframe.run.check import teacher as check_teacher
 from rlframe.run.check import train as check_train
 from rlframe.run.check.context import architecture_of, critic_of, device_of, missing, online
+from rlframe.run.check.roles import critic as check_critic
+from rlframe.run.check.roles import teacher as check_teacher
 from rlframe.run.config import RunConfig
 from rlframe.run.roles import topology
 from rlframe.utils import registry

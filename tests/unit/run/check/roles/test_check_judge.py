@@ -8,7 +8,7 @@ import pytest
 
 from rlframe.models.hub import EMBEDDED
 from rlframe.run.check import check
-from rlframe.run.check import judge as check_judge
+from rlframe.run.check.roles import judge as check_judge
 from rlframe.run.load import load
 from rlframe.run.roles import topology
 from rlframe.utils.errors import ConfigError

@@ -11,9 +11,10 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
-from rlframe.run.check import sharing, vocabulary
+from rlframe.run.check import sharing
 from rlframe.run.check.context import longest_rollout
 from rlframe.run.check.model import file_faults
+from rlframe.run.check.roles import vocabulary
 from rlframe.run.config import RunConfig
 from rlframe.run.recording import SAMPLING
 from rlframe.run.teacher import TeacherConfig, TeacherPlacement

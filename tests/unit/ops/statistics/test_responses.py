@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlframe.ops.responses import quantiles, repeated_fraction
+from rlframe.ops.statistics.responses import quantiles, repeated_fraction
 
 
 def test_quantiles_are_values_by_nearest_rank() -> None:

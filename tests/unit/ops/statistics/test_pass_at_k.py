@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from rlframe.ops.pass_at_k import pass_at_k, sizes_up_to, standard_error
+from rlframe.ops.statistics.pass_at_k import pass_at_k, sizes_up_to, standard_error
 
 
 @pytest.mark.parametrize("num_attempts", range(1, 7))

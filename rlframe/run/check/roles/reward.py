@@ -12,8 +12,8 @@ from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.rewards.base import is_users, part_faults
 from rlframe.rewards.runner import try_start
-from rlframe.run.check import vocabulary
 from rlframe.run.check.context import longest_rollout, online, response_limits
+from rlframe.run.check.roles import vocabulary
 from rlframe.run.config import RunConfig
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError, RewardError

@@ -6,8 +6,8 @@ from pathlib import Path
 from rlframe.cluster import job
 from rlframe.cluster.needs import Needs
 from rlframe.megatron.worker import environment
-from rlframe.run.check import teacher as check_teacher
 from rlframe.run.check.context import algorithm_of, online, samples
+from rlframe.run.check.roles import teacher as check_teacher
 from rlframe.run.config import RunConfig
 from rlframe.utils.faults import Fault
 

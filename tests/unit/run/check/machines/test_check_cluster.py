@@ -8,8 +8,9 @@ import yaml
 
 from rlframe.cluster.config import Device
 from rlframe.run import folder as output
-from rlframe.run.check import OF_DEVICE, check_device, cluster, devices
+from rlframe.run.check import OF_DEVICE, check_device
 from rlframe.run.check.context import device_of
+from rlframe.run.check.machines import cluster, devices
 from rlframe.run.config import RunConfig
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rlframe.models.hub import EMBEDDED
 from rlframe.run.check import check
-from rlframe.run.check import reward as check_reward
+from rlframe.run.check.roles import reward as check_reward
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 

@@ -1,6 +1,6 @@
 """Majority votes, worked by hand."""
 
-from rlframe.ops.majority import elected
+from rlframe.ops.statistics.majority import elected
 
 
 def test_the_most_frequent_answer_is_elected_by_the_first_who_gave_it() -> None:

@@ -2,7 +2,7 @@
 
 Notation: r(y) = log policy(y) - log reference(y) summed over the tokens of response y in the loss, c and r the chosen
 and the rejected response of a pair, D = r(c) - r(r), or another divergence's f'(e^r(c)) - f'(e^r(r)) (see
-`rlframe.ops.f_divergence`). Every loss is [N], one number per pair, without its weight.
+`rlframe.ops.comparisons.f_divergence`). Every loss is [N], one number per pair, without its weight.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlframe.ops.f_divergence import FDivergence, scores
+from rlframe.ops.comparisons.f_divergence import FDivergence, scores
 from rlframe.ops.sequences import sequence_sums, sequence_weights
 from rlframe.types.batch import Sequences
 from rlframe.types.results import Mean, Metric, PolicyOutput

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from rlframe.models.hub import EMBEDDED, load_family, read_config
 from rlframe.run.check import check
-from rlframe.run.check import teacher as check_teacher
+from rlframe.run.check.roles import teacher as check_teacher
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.registry import find

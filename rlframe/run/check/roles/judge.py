@@ -7,7 +7,7 @@ from rlframe.attempts.rendering.config import History
 from rlframe.environments.base import answers
 from rlframe.models import hub, tokenizer
 from rlframe.run.check.context import missing, online
-from rlframe.run.check.teacher import ENGINES_WITH_EXTRA
+from rlframe.run.check.roles.teacher import ENGINES_WITH_EXTRA
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault

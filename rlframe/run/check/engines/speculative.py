@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rlframe.models import hub
 from rlframe.models.config import ModelConfig
 from rlframe.rollout.base.speculative import SpeculativeMethod
-from rlframe.run.check import vocabulary
+from rlframe.run.check.roles import vocabulary
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault

@@ -2,8 +2,8 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-PREFERENCE = "tests/unit/algorithms/test_preference.py"
-SUPERVISED = "tests/unit/algorithms/test_sft.py"
+PREFERENCE = "tests/unit/algorithms/offline/test_preference.py"
+SUPERVISED = "tests/unit/algorithms/offline/test_sft.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
@@ -68,7 +68,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/ops/comparisons/preference.py",
-        "tests/unit/algorithms/test_kto.py",
+        "tests/unit/algorithms/offline/test_kto.py",
         ("mismatched: everybody keeps the own response", "rows[1:] + rows[:1]", "rows"),
         (
             "mismatched: the prompt counts",
@@ -97,7 +97,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/algorithms/kto.py",
-        "tests/unit/algorithms/test_kto.py",
+        "tests/unit/algorithms/offline/test_kto.py",
         ("kto: no KL", "distance = config.beta * (ratios - batch.kl_nats)", "distance = config.beta * ratios"),
         ("kto: the KL may be below 0", "ratios.mean().clamp(min=0)", "ratios.mean()"),
         (
@@ -130,7 +130,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/algorithms/reward_model.py",
-        "tests/unit/algorithms/test_scores.py",
+        "tests/unit/algorithms/offline/test_scores.py",
         (
             "reward model: the wrong way round",
             "softplus(margin - (chosen - rejected))",
@@ -203,7 +203,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/ops/comparisons/contrast.py",
-        "tests/unit/algorithms/test_embedding.py",
+        "tests/unit/algorithms/offline/test_embedding.py",
         ("infonce: no temperature", "(near / temperature)", "(near * 1.0)"),
         ("infonce: dot products for cosines", "if cosine:", "if False:"),
         (
@@ -215,7 +215,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/ops/comparisons/ranking.py",
-        "tests/unit/algorithms/test_scores.py",
+        "tests/unit/algorithms/offline/test_scores.py",
         (
             "a list's softmax is the step's",
             "groups, index = torch.unique(group, return_inverse=True)\n    empty",

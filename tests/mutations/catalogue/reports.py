@@ -2,10 +2,10 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-UPDATES = "tests/multiprocess/megatron/test_updates.py"
+UPDATES = "tests/multiprocess/megatron/training/test_updates.py"
 RESPONSES = "tests/unit/ops/statistics/test_responses.py"
 ALERTS = "tests/unit/loops/alerts/test_alerts.py"
-THROUGHPUT = "tests/unit/loops/test_throughput.py"
+THROUGHPUT = "tests/unit/loops/reporting/test_throughput.py"
 BUSY = "tests/unit/attempts/test_busy.py"
 
 MUTATIONS: list[Mutation] = [

@@ -17,7 +17,7 @@ from rlframe.models.config import ModelConfig
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.megatron.gradients.comparison import assemble
 from tests.multiprocess.megatron.test_layouts import Weighted
-from tests.multiprocess.megatron.test_updates import norm, part
+from tests.multiprocess.megatron.training.test_updates import norm, part
 from tests.tiny_models import make, on_disk
 
 OPTIMIZER = {

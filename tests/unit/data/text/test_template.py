@@ -13,7 +13,7 @@ from rlframe.data.text.template import names_read
 from rlframe.data.text.tool_calls import with_arguments_as_text
 from rlframe.utils.errors import ConfigError, DataError
 from tests.unit.data.marks import write
-from tests.unit.data.test_special_tokens import merging
+from tests.unit.data.text.test_special_tokens import merging
 
 BRIEF = (
     "{% for message in messages %}<{{ message.role }}>{{ 'b' if brief is defined and brief else 'a' }}"

@@ -15,7 +15,7 @@ from rlframe.algorithms.simpo import Simpo, SimpoConfig
 from rlframe.ops.comparisons.f_divergence import FDivergence, scores
 from rlframe.ops.comparisons.preference import LikelihoodMean, PairLoss, length_discounts
 from rlframe.types.results import LossOutput, Mean, PolicyOutput
-from tests.unit.algorithms.test_preference import BATCH, BETA, POLICY, Given
+from tests.unit.algorithms.offline.test_preference import BATCH, BETA, POLICY, Given
 
 TOKENS = LikelihoodMean.TOKENS
 

@@ -5,7 +5,7 @@ import pytest
 
 from rlframe.loops.reporting.metrics import token_counts
 from rlframe.loops.reporting.throughput import Shape, Throughput
-from tests.unit.loops.test_metrics import rollout
+from tests.unit.loops.reporting.test_metrics import rollout
 
 TIMES = {"time/train_s": 2.0, "time/reference_s": 1.0, "time/rollout_s": 4.0, "time/step_s": 8.0, "time/data_s": 1.0}
 

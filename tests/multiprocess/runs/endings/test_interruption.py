@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.program import ONLINE, Program, assert_equal_models, metrics, run
-from tests.multiprocess.runs.test_resume import OFFLINE, complete
+from tests.multiprocess.runs.endings.test_resume import OFFLINE, complete
 
 
 def last_line(program: Program) -> str:

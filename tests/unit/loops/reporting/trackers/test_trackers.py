@@ -144,7 +144,7 @@ class Seen:
 
 
 def test_tables_of_samples_come_every_few_steps_and_with_evaluations(tmp_path: Path) -> None:
-    from tests.unit.loops.test_metrics import rollout
+    from tests.unit.loops.reporting.test_metrics import rollout
 
     seen = Seen()
     config = LoggingConfig(tensorboard=False, progress=False, sample_table_every_steps=2)

@@ -14,7 +14,7 @@ from rlframe.data.text.conversations import understand
 from rlframe.rewards.base import build_reward
 from rlframe.rewards.config import RewardTerm
 from tests.meta.checkout import ROOT
-from tests.unit.data.test_reasoning_gym import attempt
+from tests.unit.data.builtin.test_reasoning_gym import attempt
 
 CONFIG = yaml.safe_load((ROOT / "configs/data/reasoning_gym.yaml").read_text())
 

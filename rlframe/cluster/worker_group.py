@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, RuntimeEnvSetupError
 
 from rlframe.cluster.info import WorkerInfo
-from rlframe.cluster.nodes import died, gone
+from rlframe.cluster.joined.nodes import died, gone
 from rlframe.cluster.placement import Allocation, DriverNode
 from rlframe.cluster.watch.activities import Activity, waiting
 from rlframe.cluster.watch.flight import RING

@@ -50,7 +50,7 @@ from rlframe.megatron.checkpoint.pieces import SavePieces
 from rlframe.megatron.checkpoint.staging import HostMemory, Staged
 from rlframe.megatron.lora import state as lora_state
 from rlframe.megatron.memory.reference import ReferenceWeights
-from rlframe.megatron.model.heads import NoEntry
+from rlframe.megatron.model.layers.heads import NoEntry
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.proof import replicas
 from rlframe.megatron.skipping.outliers import Outliers

@@ -15,7 +15,8 @@ import torch
 from ray import cloudpickle
 
 from rlframe.algorithms.requirements import Requirements
-from rlframe.cluster import inspection, nodes, runtime
+from rlframe.cluster import runtime
+from rlframe.cluster.joined import inspection, nodes
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
 from rlframe.data.text.chat import end_token

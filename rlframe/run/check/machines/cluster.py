@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlframe.cluster import job
-from rlframe.cluster.needs import Needs
+from rlframe.cluster.joined import job
+from rlframe.cluster.joined.needs import Needs
 from rlframe.megatron.worker import environment
 from rlframe.run.check.context import algorithm_of, online, samples
 from rlframe.run.check.roles import teacher as check_teacher

@@ -12,8 +12,8 @@ from megatron.core.transformer.torch_norm import L2Norm
 from torch import Tensor
 
 from rlframe.megatron.compat import submodules
-from rlframe.megatron.model.core_attention import adjusted
-from rlframe.megatron.model.rope import AttentionOfLayer
+from rlframe.megatron.model.layers.core_attention import adjusted
+from rlframe.megatron.model.layers.rope import AttentionOfLayer
 from rlframe.models.families.base import Architecture
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import ray
 
 import rlframe
-from rlframe.cluster import nodes
-from rlframe.cluster.needs import Needs
-from rlframe.cluster.nodes import Node
+from rlframe.cluster.joined import nodes
+from rlframe.cluster.joined.needs import Needs
+from rlframe.cluster.joined.nodes import Node
 from rlframe.utils.errors import ConfigError, OutputError
 from rlframe.utils.faults import Fault
 from rlframe.utils.files.whole import write_whole

@@ -5,7 +5,7 @@ chosen responses in the likelihood, which is `likelihood_mean=tokens`; its loss_
 algorithm.name=simpo with `nll_coefficient`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -76,9 +76,7 @@ class Cpo(OfflineAlgorithm):
 
     def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
         """Returns the batch with the weight of each chosen response's likelihood, if it has any."""
-        if not self.config.nll_coefficient:
-            return batch
-        return replace(batch, likelihood_weight=preference.likelihood_weights(batch, self.config.likelihood_mean))
+        return preference.with_likelihood(batch, self.config.nll_coefficient, self.config.likelihood_mean)
 
     def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
         """Returns the sum over pairs of weight * loss, and nll_coefficient * negative log-likelihood per chosen

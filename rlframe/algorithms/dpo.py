@@ -160,8 +160,7 @@ class Dpo(OfflineAlgorithm):
         any, and for aot the counterparts of each sequence among the step's other pairs."""
         config, reference = self.config, model.logprobs(batch, reference=True)
         batch = replace(batch, reference_logprobs=reference)
-        if config.rpo_alpha:
-            batch = replace(batch, likelihood_weight=preference.likelihood_weights(batch, config.likelihood_mean))
+        batch = preference.with_likelihood(batch, config.rpo_alpha, config.likelihood_mean)
         if self.sorting is None:
             return batch
         # Computed with the same weights as the loss: offline, every batch is one optimizer step.

@@ -7,7 +7,7 @@ and the rejected response of a pair, D = r(c) - r(r), or another divergence's f'
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -291,6 +291,11 @@ def likelihood_weights(batch: Preferences, mean: LikelihoodMean) -> Float[Tensor
     if mean is LikelihoodMean.TOKENS:
         return batch.chosen / tokens.sum().clamp(min=1)
     return batch.chosen / (tokens.clamp(min=1) * max(batch.num_sequences // 2, 1))
+
+
+def with_likelihood(batch: Preferences, coefficient: float, mean: LikelihoodMean) -> Preferences:
+    """Returns the optimizer step `batch` with `likelihood_weights`, or as it is where the coefficient is 0."""
+    return replace(batch, likelihood_weight=likelihood_weights(batch, mean)) if coefficient else batch
 
 
 def check_likelihood(coefficient: float, mean: LikelihoodMean) -> None:

@@ -25,7 +25,7 @@ ALL = tests/multiprocess tests/e2e tests/gpu tests/campaigns tests/mutations $(Q
 PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder -n 3 \
 	-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MEGATRON = tests/unit/megatron tests/contracts/test_model_family.py tests/multiprocess/megatron tests/multiprocess/checkpoint \
-	tests/multiprocess/runs/test_resume.py tests/e2e/test_runs.py
+	tests/multiprocess/runs/endings/test_resume.py tests/e2e/test_runs.py
 USUAL = -m "not thorough and not engine"
 FIRST = -m "not thorough and not engine and not later"
 

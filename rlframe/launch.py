@@ -31,10 +31,10 @@ from rlframe.loops.reporting.starting import awaited
 from rlframe.loops.stop import Stop
 from rlframe.run.settings import help
 from rlframe.run.settings.completion import Completion, words_of
-from rlframe.utils import garbage, telling
 from rlframe.utils.errors import ConfigError, RlframeError, UsageError
 from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
+from rlframe.utils.process import garbage, telling
 from rlframe.utils.secrets import hidden
 from rlframe.utils.text import PrintableFormatter, printable
 

@@ -1,4 +1,4 @@
-"""Records what TRL's preference losses are on random inputs, for tests/unit/algorithms/test_preference_references.py.
+"""Records what TRL's preference losses are on random inputs, for tests/unit/algorithms/offline.
 
     pip install trl==1.16.0 pandas     # in an environment of its own
     python examples/benchmarks/record_preference_losses.py
@@ -21,7 +21,7 @@ from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
 
-FILE = Path(__file__).parents[2] / "tests" / "unit" / "algorithms" / "reference_losses_preference.json"
+FILE = Path(__file__).parents[2] / "tests" / "unit" / "algorithms" / "offline" / "reference_losses_preference.json"
 PROMPT_TOKENS = 2
 CHOSEN_LENGTHS, REJECTED_LENGTHS = [3, 1, 5, 2], [4, 4, 1, 3]
 BETA, SMOOTHING, TEMPERATURE = 0.3, 0.1, 0.4

@@ -5,7 +5,7 @@ chosen responses in the likelihood, which is `likelihood_mean=tokens`; its loss_
 algorithm.name=simpo with `nll_coefficient`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
-from rlframe.ops import preference
-from rlframe.ops.preference import PAIR_LOSSES, LikelihoodMean, LogRatios, PairLoss, PairSettings, pairs
+from rlframe.ops.comparisons import preference
+from rlframe.ops.comparisons.preference import PAIR_LOSSES, LikelihoodMean, LogRatios, PairLoss, PairSettings, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, PolicyOutput, Sum
@@ -76,9 +76,7 @@ class Cpo(OfflineAlgorithm):
 
     def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
         """Returns the batch with the weight of each chosen response's likelihood, if it has any."""
-        if not self.config.nll_coefficient:
-            return batch
-        return replace(batch, likelihood_weight=preference.likelihood_weights(batch, self.config.likelihood_mean))
+        return preference.with_likelihood(batch, self.config.nll_coefficient, self.config.likelihood_mean)
 
     def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
         """Returns the sum over pairs of weight * loss, and nll_coefficient * negative log-likelihood per chosen

@@ -1,10 +1,10 @@
 """Direct preference optimization and the losses that differ from it in one formula.
 
-Source: Rafailov et al. 2023, arXiv 2305.18290, equation 7; the others are named in `rlframe.ops.preference.PairLoss`,
-other divergences than the reverse KL in `rlframe.ops.f_divergence`. The loss is the mean over the pairs of the
-optimizer step. `rpo_alpha` adds the negative log-likelihood of the chosen response per token, Pang et al. 2024, arXiv
-2404.19733, equation 1, with the weight on the likelihood as TRL 0.x has it; TRL 1.16 has it as the loss `sft`, which is
-`likelihood_mean=tokens` here.
+Source: Rafailov et al. 2023, arXiv 2305.18290, equation 7; the others are named in
+`ops.comparisons.preference.PairLoss`, other divergences than the reverse KL in `ops.comparisons.f_divergence`. The loss
+is the mean over the pairs of the optimizer step. `rpo_alpha` adds the negative log-likelihood of the chosen response
+per token, Pang et al. 2024, arXiv 2404.19733, equation 1, with the weight on the likelihood as TRL 0.x has it; TRL 1.16
+has it as the loss `sft`, which is `likelihood_mean=tokens` here.
 
 TRL 1.16 differs in that its `sigmoid` and `sigmoid_norm` do not look at the label smoothing; that its `use_weighting`
 weighs the `sft` term too, where the paper and `wpo` here weigh the preference alone; and that it adds the router's
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.algorithms.reference import ReferenceSource, ReferenceUpdateConfig
-from rlframe.ops import preference
-from rlframe.ops.f_divergence import FDivergence
-from rlframe.ops.preference import LikelihoodMean, LogRatios, PairLoss, PairSettings, pairs
+from rlframe.ops.comparisons import preference
+from rlframe.ops.comparisons.f_divergence import FDivergence
+from rlframe.ops.comparisons.preference import LikelihoodMean, LogRatios, PairLoss, PairSettings, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Output, PolicyOutput, Sum
@@ -160,8 +160,7 @@ class Dpo(OfflineAlgorithm):
         any, and for aot the counterparts of each sequence among the step's other pairs."""
         config, reference = self.config, model.logprobs(batch, reference=True)
         batch = replace(batch, reference_logprobs=reference)
-        if config.rpo_alpha:
-            batch = replace(batch, likelihood_weight=preference.likelihood_weights(batch, config.likelihood_mean))
+        batch = preference.with_likelihood(batch, config.rpo_alpha, config.likelihood_mean)
         if self.sorting is None:
             return batch
         # Computed with the same weights as the loss: offline, every batch is one optimizer step.

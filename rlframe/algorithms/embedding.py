@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
-from rlframe.ops.contrast import info_nce, queries_and_candidates, similarities
+from rlframe.ops.comparisons.contrast import info_nce, queries_and_candidates, similarities
 from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.types.results import LossOutput, Mean, Output, StateOutput, Sum
 from rlframe.types.supervised import Contrasted, Role

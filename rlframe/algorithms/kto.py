@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.algorithms.reference import ReferenceSource, ReferenceUpdateConfig
-from rlframe.ops.preference import mismatched
+from rlframe.ops.comparisons.preference import mismatched
 from rlframe.ops.sequences import sequence_sums, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
-from rlframe.ops import preference
-from rlframe.ops.preference import LikelihoodMean, pairs
+from rlframe.ops.comparisons import preference
+from rlframe.ops.comparisons.preference import LikelihoodMean, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Mean, PolicyOutput, Sum

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
-from rlframe.ops.ranking import first_relevant_ranks, list_log_softmax, list_sizes
+from rlframe.ops.comparisons.ranking import first_relevant_ranks, list_log_softmax, list_sizes
 from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Mean, Output, Sum, ValueOutput

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from rlframe.algorithms.base import OfflineAlgorithm
-from rlframe.ops.preference import pair_token_weights, pairs
+from rlframe.ops.comparisons.preference import pair_token_weights, pairs
 from rlframe.ops.sequences import last_outputs, sequence_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, Output, Sum, ValueOutput

@@ -7,16 +7,16 @@ CPOTrainer with loss_type=simpo, where `gamma` is called simpo_gamma, 0.5 by def
 cpo_alpha, 1 by default; its alpha also works with other losses, which no paper proposes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
-from rlframe.ops import preference
-from rlframe.ops.f_divergence import FDivergence, scores
-from rlframe.ops.preference import LikelihoodMean, pairs
+from rlframe.ops.comparisons import preference
+from rlframe.ops.comparisons.f_divergence import FDivergence, scores
+from rlframe.ops.comparisons.preference import LikelihoodMean, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.results import LossOutput, PolicyOutput, Sum
@@ -64,9 +64,7 @@ class Simpo(OfflineAlgorithm):
 
     def prepare(self, batch: Preferences, model: ForwardModel) -> Preferences:
         """Returns the batch with the weight of each chosen response's likelihood, if it has any."""
-        if not self.config.nll_coefficient:
-            return batch
-        return replace(batch, likelihood_weight=preference.likelihood_weights(batch, self.config.likelihood_mean))
+        return preference.with_likelihood(batch, self.config.nll_coefficient, self.config.likelihood_mean)
 
     def loss(self, policy: PolicyOutput, batch: Preferences, weights: Float[Tensor, " T"]) -> LossOutput:
         """Returns the sum over pairs of weight * -log sigmoid(chosen reward - rejected reward - gamma), and

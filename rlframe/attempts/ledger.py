@@ -18,8 +18,8 @@ from msgspec import MsgspecError, Struct, json, to_builtins
 
 from rlframe.types.rollout import Group, Rollout, by_attempt
 from rlframe.utils.errors import CheckpointError
-from rlframe.utils.files import sync, writing
-from rlframe.utils.jsonl import append, keep_steps
+from rlframe.utils.files.jsonl import append, keep_steps
+from rlframe.utils.files.whole import sync, writing
 
 LEDGER = "ledger.jsonl"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from rlframe.attempts.stored import GROUPS
 from rlframe.utils.errors import CheckpointError
-from rlframe.utils.files import writing
-from rlframe.utils.sealed import read_sealed, write_sealed
+from rlframe.utils.files.sealed import read_sealed, write_sealed
+from rlframe.utils.files.whole import writing
 
 ROLLOUTS = "rollouts"
 RECORDING = "recording.json"

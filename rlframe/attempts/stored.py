@@ -21,8 +21,8 @@ from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Group, Rollout, members
 from rlframe.types.turn import TurnRecord
 from rlframe.utils.errors import CheckpointError
-from rlframe.utils.files import whole_folder, writing
-from rlframe.utils.sealed import read_sealed, to_sealed
+from rlframe.utils.files.sealed import read_sealed, to_sealed
+from rlframe.utils.files.whole import whole_folder, writing
 
 GROUPS = "groups.json"
 ARRAYS = "groups.npz"

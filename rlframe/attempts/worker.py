@@ -28,7 +28,8 @@ from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.types.rollout import Group, Rollout
-from rlframe.utils import garbage, outside
+from rlframe.utils import outside
+from rlframe.utils.process import garbage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

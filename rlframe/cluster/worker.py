@@ -19,10 +19,10 @@ from rlframe.cluster.watch.flight import write_flight
 from rlframe.cluster.watch.marks import Page, begin_marks, count_call, mark
 from rlframe.cluster.watch.sight import STACK_SIGNAL, flight_file, mark_file, stack_file
 from rlframe.cluster.watch.warned import note_warnings
-from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
-from rlframe.utils.memory import MemoryUse, used
 from rlframe.utils.outside import receive
+from rlframe.utils.process import garbage
+from rlframe.utils.process.memory import MemoryUse, used
 
 if TYPE_CHECKING:
     from rlframe.cluster.profiling.recording import Recording

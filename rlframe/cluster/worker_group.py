@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, RuntimeEnvSetupError
 
 from rlframe.cluster.info import WorkerInfo
-from rlframe.cluster.nodes import died, gone
+from rlframe.cluster.joined.nodes import died, gone
 from rlframe.cluster.placement import Allocation, DriverNode
 from rlframe.cluster.watch.activities import Activity, waiting
 from rlframe.cluster.watch.flight import RING
@@ -19,8 +19,8 @@ from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import log_tail
 from rlframe.utils.errors import ConfigError, RlframeError, WorkerDied
 from rlframe.utils.faults import Fault
-from rlframe.utils.memory import MemoryUse
 from rlframe.utils.outside import SOURCES
+from rlframe.utils.process.memory import MemoryUse
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -11,7 +11,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from rlframe.utils.age import program_began
+from rlframe.utils.process.age import program_began
 
 
 @dataclass(kw_only=True)

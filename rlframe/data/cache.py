@@ -25,7 +25,7 @@ from rlframe.data.items import AnyItem, Item
 from rlframe.data.storage.folder import cache_folder, digest_of, evict, files_of
 from rlframe.data.text.turns import Tokens
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
-from rlframe.utils.files import PARTIAL, put
+from rlframe.utils.files.whole import PARTIAL, put
 
 logger = logging.getLogger(__name__)
 CHECKSUM_BYTES = 32

@@ -118,19 +118,13 @@ class Cursor(Generic[Item]):
         Raises:
             DataError: the data, the seed or the shuffling is not that of `state`, so prompts would be lost or repeated.
         """
-        mine = self.state()
         names = {
             "size": "the number of items after filtering",
             "fingerprint": "the fingerprint of ids and tokens (records, chat template, tokenizer or system prompt)",
             "seed": "the seed",
             "shuffle": "data.shuffle",
         }
-        for key, name in names.items():
-            if state.get(key) != mine[key]:
-                raise DataError(
-                    f"the data is not that of the checkpoint: {name} was {state.get(key)} and is now {mine[key]}. "
-                    "Resume with the data and settings the run began with, or start a new run"
-                )
+        check_same(state, self.state(), names)
         self._epoch = state["epoch"]
         self._position = state["position"]
         self._order = self._order_of(self._epoch)
@@ -255,3 +249,20 @@ def fingerprint(ids: Sequence[str], tokens: Sequence[ArrayLike]) -> str:
         digest.update(f"{identity}\x00{len(tokens_of_item)}\x00".encode())
         digest.update(tokens_of_item.tobytes())
     return digest.hexdigest()[:16]
+
+
+def check_same(state: Mapping[str, Any], mine: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Checks that the data of a checkpoint's `state` is what `mine` says of it.
+
+    Args:
+        names: what is compared, with words for it.
+
+    Raises:
+        DataError: something differs.
+    """
+    for key, name in names.items():
+        if state.get(key) != mine[key]:
+            raise DataError(
+                f"the data is not that of the checkpoint: {name} was {state.get(key)} and is now {mine[key]}. "
+                "Resume with the data and settings the run began with, or start a new run"
+            )

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from rlframe.data import builtin
 from rlframe.data.config import DataConfig
-from rlframe.data.cursor import Mixture, Walk, fingerprint, order_of
+from rlframe.data.cursor import Mixture, Walk, check_same, fingerprint, order_of
 from rlframe.data.records import Record, iterate
 from rlframe.data.sources import Understand, from_evaluation_path
 from rlframe.utils.errors import DataError
@@ -116,7 +116,6 @@ class Flow(Generic[Streamed]):
         # To read past the records before the window is all that it costs.
         self._end = sum(1 for _ in islice(self._reader, state.get("start", 0)))
         self._read()
-        mine = self.state()
         names = {
             "seed": "the seed",
             "shuffle": "data.shuffle",
@@ -124,12 +123,7 @@ class Flow(Generic[Streamed]):
             "start": "the number of records before the window",
             "fingerprint": "the fingerprint of its ids and tokens (records, chat template, tokenizer or system prompt)",
         }
-        for key, name in names.items():
-            if state.get(key) != mine[key]:
-                raise DataError(
-                    f"the data is not that of the checkpoint: {name} was {state.get(key)} and is now {mine[key]}. "
-                    "Resume with the data and settings the run began with, or start a new run"
-                )
+        check_same(state, self.state(), names)
         self._position = state["position"]
 
     def _begin(self, *, epoch: int) -> None:

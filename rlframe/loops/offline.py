@@ -10,7 +10,7 @@ from rlframe.data.training import TrainingSource
 from rlframe.loops.base import Loop
 from rlframe.loops.reference import PrecomputedReference, batches
 from rlframe.loops.schedule import Event
-from rlframe.utils.memory import of_role, used
+from rlframe.utils.process.memory import of_role, used
 
 
 @dataclass(kw_only=True)

@@ -34,7 +34,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import Output
 from rlframe.types.rollout import Group, members
-from rlframe.utils.memory import of_role, used
+from rlframe.utils.process.memory import of_role, used
 from rlframe.weight_sync.channel import WeightSync
 
 IN_FLIGHT = "in_flight"

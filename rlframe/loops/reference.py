@@ -13,7 +13,7 @@ from torch import Tensor
 from rlframe.data.training import Item, TrainingSource
 from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.types.batch import Sequences
-from rlframe.utils.files import write_whole, writing
+from rlframe.utils.files.whole import write_whole, writing
 
 CHUNK_ITEMS = 512
 """Number of items that are packed at a time in a pass over all data."""

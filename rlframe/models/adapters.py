@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
-from rlframe.utils.files import whole_file, write_whole
+from rlframe.utils.files.whole import whole_file, write_whole
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

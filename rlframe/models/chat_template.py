@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlframe.models.hub import read_json
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
-from rlframe.utils.files import write_whole
+from rlframe.utils.files.whole import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

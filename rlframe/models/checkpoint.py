@@ -17,7 +17,7 @@ from rlframe.models.hub import read_json
 from rlframe.models.quantized import stated
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.utils.errors import CheckpointError
-from rlframe.utils.files import put, write_whole
+from rlframe.utils.files.whole import put, write_whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

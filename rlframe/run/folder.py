@@ -17,8 +17,8 @@ from rlframe.run.differences import differences
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError
 from rlframe.utils.faults import Fault
-from rlframe.utils.files import write_whole, writing
-from rlframe.utils.lock import FolderLock
+from rlframe.utils.files.lock import FolderLock
+from rlframe.utils.files.whole import write_whole, writing
 from rlframe.utils.nested import flat
 from rlframe.utils.secrets import hidden, without_secrets
 

@@ -30,7 +30,7 @@ from rlframe.models.quantized import stated
 from rlframe.rollout.served.plain import dequantized_model, is_quantized
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import CheckpointError, ConfigError, RlframeError
-from rlframe.utils.files import whole_folder, writing
+from rlframe.utils.files.whole import whole_folder, writing
 
 TO_MEGATRON, TO_HUGGING_FACE, FROM_GGUF, DEQUANTIZE = "to-megatron", "to-huggingface", "from-gguf", "dequantize"
 GIGABYTE = 1e9

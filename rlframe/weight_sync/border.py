@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlframe.utils.calls import RankCall
-from rlframe.utils.memory import MemoryUse
+from rlframe.utils.process.memory import MemoryUse
 from rlframe.weight_sync.layout.boxes import Region
 from rlframe.weight_sync.layout.memory import MemoryLayout
 from rlframe.weight_sync.layout.wire import PackedLayout, pack, unpack

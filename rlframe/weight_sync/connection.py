@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import WeightSyncFailed, WorkerDied
-from rlframe.utils.rendezvous import listen
+from rlframe.utils.process.rendezvous import listen
 from rlframe.weight_sync.border import (
     DestinationGroup,
     DestinationInfo,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.utils.memory import used
+from rlframe.utils.process.memory import used
 from rlframe.weight_sync.border import DestinationInfo, DestinationRank, Held, Received, Sent, SourceInfo, SourceRank
 from rlframe.weight_sync.host_copy import HostCopy
 from rlframe.weight_sync.layout.boxes import Region

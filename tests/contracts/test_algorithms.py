@@ -25,10 +25,10 @@ from rlframe.algorithms.sft import Sft, SftConfig
 from rlframe.megatron.messages.microbatch import Microbatch, split
 from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.aggregation import Aggregation
+from rlframe.ops.comparisons.f_divergence import FDivergence
+from rlframe.ops.comparisons.preference import LikelihoodMean, PairLoss, matched_ratios, pairs
 from rlframe.ops.correction import RATIOS, MaskOf, RatioOf
-from rlframe.ops.f_divergence import FDivergence
 from rlframe.ops.kl import KlEstimator
-from rlframe.ops.preference import LikelihoodMean, PairLoss, matched_ratios, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import Trust
 from rlframe.types.batch import Batch, Sequences, TrainBatch

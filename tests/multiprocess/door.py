@@ -11,7 +11,7 @@ from tests.multiprocess.distributed import template
 
 PATIENCE_S = 120.0
 AWAITED = re.compile(r"^starting for \d+ s: .*\n", re.MULTILINE)
-"""A line of `rlframe.utils.telling`."""
+"""A line of `rlframe.utils.process.telling`."""
 
 
 def rlframe(

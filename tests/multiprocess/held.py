@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlframe.loops.callbacks import Callbacks
-from rlframe.utils import files
+from rlframe.utils.files import whole
 from tests.until import until
 
 FOLDER = "RLFRAME_TESTS_HELD"
@@ -25,7 +25,7 @@ def wait(moment: str) -> None:
 
 def install() -> None:
     """Has this process wait at the moments. Whatever writes checkpoints must not be imported yet."""
-    on_step, writing = Callbacks.on_step, files.writing
+    on_step, writing = Callbacks.on_step, whole.writing
 
     def held_step(self: Callbacks, step: int, metrics: Mapping[str, float]) -> None:
         on_step(self, step, metrics)
@@ -39,4 +39,4 @@ def install() -> None:
             wait(f"checkpoint {found[1]}")
 
     Callbacks.on_step = held_step
-    files.writing = held_writing
+    whole.writing = held_writing

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.utils.errors import OutputError
-from rlframe.utils.jsonl import append
+from rlframe.utils.files.jsonl import append
 from rlframe.utils.secrets import hidden
 from rlframe.utils.warned import OwnWarnings
 

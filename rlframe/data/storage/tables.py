@@ -25,7 +25,7 @@ from rlframe.data.config import DataConfig
 from rlframe.data.records import Record, hub_record, hub_rows, is_hub, iterate, read
 from rlframe.data.storage.folder import cache_folder, digest_of, evict, files_of
 from rlframe.data.storage.sequences import Lazy
-from rlframe.utils.files import PARTIAL, put
+from rlframe.utils.files.whole import PARTIAL, put
 
 logger = logging.getLogger(__name__)
 FORMAT = 1

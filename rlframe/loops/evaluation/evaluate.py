@@ -15,7 +15,7 @@ from rlframe.loops.reporting.metrics import mean_of, part_means, scored
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.types.rollout import Group, Rollout, attempts_in, members
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
-from rlframe.utils.sealed import read_sealed, write_sealed
+from rlframe.utils.files.sealed import read_sealed, write_sealed
 from rlframe.weight_sync.channel import WeightSync
 
 logger = logging.getLogger(__name__)

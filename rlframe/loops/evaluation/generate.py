@@ -13,7 +13,7 @@ from rlframe.loops.reporting.responses import record_of
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, SamplingParams, members
-from rlframe.utils.jsonl import append, keep_whole
+from rlframe.utils.files.jsonl import append, keep_whole
 
 
 @dataclass(kw_only=True)

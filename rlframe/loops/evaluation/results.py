@@ -8,7 +8,7 @@ from typing import Any
 
 from rlframe.loops.evaluation.sets import Evaluated
 from rlframe.loops.reporting.responses import record_of
-from rlframe.utils.files import whole_file, write_whole
+from rlframe.utils.files.whole import whole_file, write_whole
 from rlframe.utils.text import json_line
 
 RESULTS, RESPONSES = "results.json", "responses.jsonl"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rlframe.loops.config import HELD_OUT
 from rlframe.loops.reporting.metrics import environment_metrics, mean_of, part_means
-from rlframe.ops.majority import elected
-from rlframe.ops.pass_at_k import pass_at_k, sizes_up_to, standard_error
+from rlframe.ops.statistics.majority import elected
+from rlframe.ops.statistics.pass_at_k import pass_at_k, sizes_up_to, standard_error
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout, SamplingParams, attempts_in, by_attempt, members, reward_of
 

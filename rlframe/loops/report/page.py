@@ -22,7 +22,7 @@ from rlframe.loops.report.profiles import profiles
 from rlframe.loops.report.times import times
 from rlframe.loops.reporting.samples import sample_files
 from rlframe.loops.reporting.warned import DRIVER
-from rlframe.utils.files import write_whole
+from rlframe.utils.files.whole import write_whole
 from rlframe.utils.nested import flat
 from rlframe.utils.text import printable
 

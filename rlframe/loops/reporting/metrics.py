@@ -21,10 +21,10 @@ from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
 from rlframe.loops.reporting.timeline import Timeline
 from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.loops.reporting.warned import Warned
-from rlframe.ops.responses import quantiles, repeated_fraction
+from rlframe.ops.statistics.responses import quantiles, repeated_fraction
 from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
-from rlframe.utils.jsonl import append, keep_steps
+from rlframe.utils.files.jsonl import append, keep_steps
 from rlframe.utils.text import printable
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlframe.cluster.profiling.config import DRIVER, step_folder
 from rlframe.cluster.profiling.trace import Row, Summary
-from rlframe.utils.files import write_whole
+from rlframe.utils.files.whole import write_whole
 
 NAME = "summary"
 """Name of the summary's files, which end .json and .md."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from rlframe.loops.config import Keep, SamplesConfig
 from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import Rollout, attempts_in, reward_of
-from rlframe.utils.files import writing
+from rlframe.utils.files.whole import writing
 from rlframe.utils.text import json_line
 
 SAMPLES = "samples"

@@ -1,4 +1,4 @@
-"""Words for what a start waits for; see `rlframe.utils.telling`."""
+"""Words for what a start waits for; see `rlframe.utils.process.telling`."""
 
 import socket
 
@@ -6,7 +6,7 @@ from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.activities import ACTIVITIES, Activity
 from rlframe.cluster.watch.marks import Page
 from rlframe.cluster.watch.sight import mark_file
-from rlframe.utils.telling import importing
+from rlframe.utils.process.telling import importing
 from rlframe.utils.text import printable
 
 MOST_NAMES = 4

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlframe.utils.jsonl import append, keep_steps
+from rlframe.utils.files.jsonl import append, keep_steps
 
 TIMELINE = "timeline.jsonl"
 DRIVER = "driver"

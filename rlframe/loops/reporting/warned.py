@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlframe.cluster.watch.warned import FILES, read_warnings
-from rlframe.utils.age import program_began
 from rlframe.utils.errors import OutputError
-from rlframe.utils.jsonl import append
+from rlframe.utils.files.jsonl import append
+from rlframe.utils.process.age import program_began
 from rlframe.utils.secrets import hidden
 from rlframe.utils.warned import MOST, OwnWarnings
 

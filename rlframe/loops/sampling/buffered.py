@@ -21,7 +21,7 @@ from rlframe.loops.sampling.base import Sampler
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, attempts_in, by_attempt
 from rlframe.utils.errors import RlframeError
-from rlframe.utils.sealed import read_sealed, write_sealed
+from rlframe.utils.files.sealed import read_sealed, write_sealed
 
 LEASES, GROUPS = "leases.json", "groups"
 """Names of the files of leases in flight."""

@@ -30,7 +30,7 @@ from rlframe.loops.saving.manifest import (
     step_of,
 )
 from rlframe.utils.errors import CheckpointError, RlframeError
-from rlframe.utils.files import sync, write_whole, writing
+from rlframe.utils.files.whole import sync, write_whole, writing
 
 logger = logging.getLogger(__name__)
 STATE = "state.json"

@@ -13,8 +13,8 @@ from rlframe.models import adapters
 from rlframe.models.chat_template import Exported
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.models.hub import load_family, read_config, resolve
-from rlframe.utils import files
 from rlframe.utils.errors import OutputError
+from rlframe.utils.files import whole
 
 GIGABYTE = 1e9
 NO_MODELS: Mapping[str, ModelGroup] = {}
@@ -89,8 +89,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Raises:
         OutputError: the folder cannot be written.
     """
-    with files.whole_folder(folder) as aside, files.writing(aside):
+    with whole.whole_folder(folder) as aside, whole.writing(aside):
         try:
             yield aside
         except SafetensorError as error:
-            raise OutputError(f"{aside} cannot be written: {error}; {files.OTHERWISE}") from error
+            raise OutputError(f"{aside} cannot be written: {error}; {whole.OTHERWISE}") from error

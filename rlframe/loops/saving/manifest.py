@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS, CHUNK_BYTES, read_entries, whole_files
 from rlframe.utils.errors import CheckpointError, ConfigError
-from rlframe.utils.sealed import read_sealed, write_sealed
+from rlframe.utils.files.sealed import read_sealed, write_sealed
 
 RUN = "run.json"
 COMPLETE = "COMPLETE"

@@ -33,7 +33,7 @@ from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams, members
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import NodeDied, RlframeError, WeightSyncFailed
-from rlframe.utils.memory import MemoryUse, used
+from rlframe.utils.process.memory import MemoryUse, used
 from rlframe.weight_sync.border import DestinationRank
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlframe.loops.self_test.config import SelfTestConfig
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.rollout import Rollout
-from rlframe.utils.memory import MemoryUse
+from rlframe.utils.process.memory import MemoryUse
 
 Nats = list[list[float]]
 """Logprobs by sequence and token, without the first token of each sequence."""

@@ -9,7 +9,7 @@ from rlframe.loops.evaluation.results import finite
 from rlframe.loops.self_test.finding import Check, Finding, Verdict, found
 from rlframe.loops.self_test.seen import Seen
 from rlframe.utils.errors import RlframeError
-from rlframe.utils.files import write_whole
+from rlframe.utils.files.whole import write_whole
 
 FILE = "self_test.json"
 PAGE = "docs/self_test.md"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlframe.utils.errors import CheckpointError
-from rlframe.utils.sealed import read_sealed, write_sealed
+from rlframe.utils.files.sealed import read_sealed, write_sealed
 
 CHECKSUMS = "checksums.json"
 FORMAT = 2

@@ -21,7 +21,7 @@ from rlframe.megatron.checkpoint.checksums import CHECKSUMS, THIS_FILE, Entry, w
 from rlframe.megatron.checkpoint.image import Image, Part, image
 from rlframe.megatron.checkpoint.staging import Staged
 from rlframe.megatron.checkpoint.writer import write_file
-from rlframe.utils.files import writing
+from rlframe.utils.files.whole import writing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

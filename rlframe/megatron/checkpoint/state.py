@@ -50,13 +50,13 @@ from rlframe.megatron.checkpoint.pieces import SavePieces
 from rlframe.megatron.checkpoint.staging import HostMemory, Staged
 from rlframe.megatron.lora import state as lora_state
 from rlframe.megatron.memory.reference import ReferenceWeights
-from rlframe.megatron.model.heads import NoEntry
+from rlframe.megatron.model.layers.heads import NoEntry
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.proof import replicas
 from rlframe.megatron.skipping.outliers import Outliers
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
-from rlframe.utils.files import write_whole, writing
+from rlframe.utils.files.whole import write_whole, writing
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Metadata with which Megatron's own training could read these checkpoints."""

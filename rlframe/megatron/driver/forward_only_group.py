@@ -15,7 +15,7 @@ from rlframe.megatron.messages.setup import RankSetup
 from rlframe.megatron.worker.worker import MegatronRank, prepare
 from rlframe.ops.sequences import last_outputs
 from rlframe.types.batch import Sequences
-from rlframe.utils import garbage
+from rlframe.utils.process import garbage
 
 if TYPE_CHECKING:
     from rlframe.megatron.worker.forward_only import ForwardOnly

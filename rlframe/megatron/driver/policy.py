@@ -27,7 +27,7 @@ from rlframe.ops.gae import explained_variance
 from rlframe.types.batch import Batch, Sequences, TrainBatch
 from rlframe.types.results import Metric, Sum, TrainResult, UpdateResult, merge
 from rlframe.utils.calls import RankCall
-from rlframe.utils.memory import of_role
+from rlframe.utils.process.memory import of_role
 from rlframe.weight_sync.border import SourceGroup, SourceRank
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rlframe.types.results import UpdateResult
-from rlframe.utils.memory import MemoryUse
+from rlframe.utils.process.memory import MemoryUse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,8 @@ GPTModel."""
 
 from typing import Any
 
-from rlframe.megatron.model.layer_parts import gelu_tanh
-from rlframe.megatron.model.rope import LLAMA3
+from rlframe.megatron.model.layers.parts import gelu_tanh
+from rlframe.megatron.model.layers.rope import LLAMA3
 from rlframe.models.families.base import Architecture
 
 

@@ -21,11 +21,11 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.lora import adapters as lora
 from rlframe.megatron.memory.activations import offload_layer_inputs
 from rlframe.megatron.model.architecture_fields import model_arguments
-from rlframe.megatron.model.heads import replace_output_layer
-from rlframe.megatron.model.latent import set_latent_epsilon
-from rlframe.megatron.model.layer_parts import scale_embeddings
+from rlframe.megatron.model.layers.heads import replace_output_layer
+from rlframe.megatron.model.layers.latent import set_latent_epsilon
+from rlframe.megatron.model.layers.parts import scale_embeddings
+from rlframe.megatron.model.layers.rope import set_rope
 from rlframe.megatron.model.mtp import ModelWithMtp, MtpHead, unbalanced
-from rlframe.megatron.model.rope import set_rope
 from rlframe.megatron.model.router_replay import RouterReplay
 from rlframe.megatron.model.training_fields import accumulate_in_place, ddp_config, freeze_routers
 from rlframe.megatron.model.transformer import layer_spec, transformer_config

@@ -22,11 +22,11 @@ from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.cpu.attention import PackedAttention, RmsNorm
 from rlframe.megatron.cpu.local_layers import ExpertOutput, WholeLinear, clamped_glu
 from rlframe.megatron.model.architecture_fields import special_fields, yarn_attributes
-from rlframe.megatron.model.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from rlframe.megatron.model.layer_parts import set_parts
-from rlframe.megatron.model.sparse_attention import SparseLatentAttention
+from rlframe.megatron.model.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from rlframe.megatron.model.layers.parts import set_parts
+from rlframe.megatron.model.layers.sparse_attention import SparseLatentAttention
+from rlframe.megatron.model.layers.whole_norms import KeyNorm, QueryNorm
 from rlframe.megatron.model.training_fields import transformer_fields
-from rlframe.megatron.model.whole_norms import KeyNorm, QueryNorm
 from rlframe.models.families.base import Architecture
 from rlframe.models.stages import chunk_layers
 

@@ -39,7 +39,7 @@ from rlframe.models.config import HEAD
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, Peak, UpdateResult, merge
-from rlframe.utils.memory import available_bytes
+from rlframe.utils.process.memory import available_bytes
 from rlframe.weight_sync.adapted import ADAPTERS, BASE
 from rlframe.weight_sync.endpoints import WeightSource
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, load_tensor

@@ -24,10 +24,10 @@ from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.megatron.messages.trained import Trained
 from rlframe.megatron.worker import environment
 from rlframe.types.results import Metric
-from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
-from rlframe.utils.memory import used
-from rlframe.utils.rendezvous import listen
+from rlframe.utils.process import garbage
+from rlframe.utils.process.memory import used
+from rlframe.utils.process.rendezvous import listen
 from rlframe.weight_sync.border import SourceRank
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rlframe.rollout.fleet.worker import GENERATE, SIGNALS, EngineWorker, Rollou
 from rlframe.types.input import ModelInput
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import EngineDied, RlframeError, WorkerDied
-from rlframe.utils.memory import MemoryUse, of_role
+from rlframe.utils.process.memory import MemoryUse, of_role
 from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationGroup, DestinationRank, Received
 

@@ -23,8 +23,8 @@ from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.rollout.base.speculative import Drafts
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
-from rlframe.utils import garbage
 from rlframe.utils.calls import RankCall
+from rlframe.utils.process import garbage
 from rlframe.utils.registry import find
 
 if TYPE_CHECKING:

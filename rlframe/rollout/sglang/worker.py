@@ -34,7 +34,7 @@ from rlframe.rollout.sglang.border import SCHEDULER_CALL, SchedulerRank
 from rlframe.rollout.sglang.layout import tie
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
-from rlframe.utils.rendezvous import listen
+from rlframe.utils.process.rendezvous import listen
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout.memory import MemoryLayout

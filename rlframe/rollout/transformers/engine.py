@@ -4,7 +4,6 @@ It needs nothing but transformers and runs on CPU and on one GPU. The model's co
 decode loop and the cache are rlframe's.
 """
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -110,7 +109,7 @@ class TransformersEngine(RolloutEngine):
         self.folder = folder
         self.tokenizer = tokenizer.load(folder)
         self.model = self._load(dtype, random_seed, device).to(device).eval().requires_grad_(False)
-        self.stop_tokens = self._stop_tokens()
+        self.stop_tokens = tokenizer.stop_token_ids(folder, self.tokenizer)
         routers = Routers.of(load_family(folder).architecture(read_config(folder)))
         self._recorder = RouteRecorder(self.model, routers) if with_routes else None
         self._slots: KVCache | None = None
@@ -157,16 +156,6 @@ class TransformersEngine(RolloutEngine):
     def _tensors(self) -> dict[str, tuple[int, ...]]:
         family = load_family(self.folder)
         return family.tensors(family.architecture(read_config(self.folder)))
-
-    def _stop_tokens(self) -> list[int]:
-        """Returns the end-of-sequence tokens of the generation config and of the tokenizer."""
-        from transformers import GenerationConfig
-
-        stated = [self.model.config.eos_token_id, self.tokenizer.eos_token_id]
-        if (self.folder / "generation_config.json").is_file():
-            stated.append(GenerationConfig.from_pretrained(self.folder).eos_token_id)
-        ids = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in stated)
-        return sorted({token for token in ids if token is not None})
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         check_names(requests)

@@ -39,8 +39,8 @@ from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils.calls import RankCall
-from rlframe.utils.early_process import EarlyProcess
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
+from rlframe.utils.process.early import EarlyProcess
 from rlframe.weight_sync.border import DestinationRank
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.vllm.config import VllmConfig, slot_rank
 from rlframe.rollout.vllm.warm_up import warm_up_values
-from rlframe.utils.early_process import EarlyProcess
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.process.early import EarlyProcess
 
 logger = logging.getLogger(__name__)
 

@@ -6,31 +6,11 @@ from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.config import Device
-from rlframe.run.check import (
-    adapters,
-    alerts,
-    batch,
-    cluster,
-    critic,
-    data,
-    devices,
-    effect,
-    exact,
-    judge,
-    loop,
-    memory,
-    model,
-    modes,
-    profile,
-    replay,
-    reward,
-    routes,
-    sharing,
-    speculative,
-    teacher,
-    train,
-)
+from rlframe.run.check import alerts, batch, data, effect, loop, model, modes, profile, replay, sharing, train
 from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, device_of, online
+from rlframe.run.check.engines import adapters, exact, routes, speculative
+from rlframe.run.check.machines import cluster, devices, memory
+from rlframe.run.check.roles import critic, judge, reward, teacher
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import to_run
 from rlframe.utils.errors import ConfigError, DataError

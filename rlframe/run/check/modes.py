@@ -11,7 +11,7 @@ from rlframe.loops.self_test.checks import find_checks
 from rlframe.rewards.extracting import try_extracting
 from rlframe.run.check.context import evaluates, online, samples
 from rlframe.run.check.data import nothing_to_judge, template_faults
-from rlframe.run.check.reward import needing_answers
+from rlframe.run.check.roles.reward import needing_answers
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.evaluation import SALT, data_of
 from rlframe.utils.errors import ConfigError, DataError, RewardError

@@ -7,7 +7,7 @@ from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
-from rlframe.utils import garbage
+from rlframe.utils.process import garbage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

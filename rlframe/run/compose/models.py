@@ -32,7 +32,7 @@ from rlframe.rollout.fleet.frozen import FrozenEngines, JudgeEngines
 from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
-from rlframe.run.check.adapters import engine_adapter
+from rlframe.run.check.engines.adapters import engine_adapter
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.profiling import engine_profile
 from rlframe.run.roles import teacher_engine

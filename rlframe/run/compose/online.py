@@ -16,7 +16,7 @@ from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequence
 from rlframe.loops.resuming import first_version
 from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
-from rlframe.run.check.adapters import sends_adapters
+from rlframe.run.check.engines.adapters import sends_adapters
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded

@@ -15,7 +15,8 @@ import torch
 from ray import cloudpickle
 
 from rlframe.algorithms.requirements import Requirements
-from rlframe.cluster import inspection, nodes, runtime
+from rlframe.cluster import runtime
+from rlframe.cluster.joined import inspection, nodes
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
 from rlframe.data.text.chat import end_token
@@ -37,7 +38,7 @@ from rlframe.models.chat_template import Exported, text_of
 from rlframe.models.hub import resolve
 from rlframe.models.inspection import has_mtp
 from rlframe.run.check import check_device
-from rlframe.run.check.cluster import needs
+from rlframe.run.check.machines.cluster import needs
 from rlframe.run.compose.nsys import under_nsys
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.roles import topology

@@ -7,7 +7,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
-from rlframe.cluster import job
+from rlframe.cluster.joined import job
 from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.loops.callbacks import Callbacks
@@ -20,18 +20,18 @@ from rlframe.loops.reporting.summary import closing_paragraph
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption
 from rlframe.loops.stop import Stop
-from rlframe.run.compose.evaluate import evaluate
-from rlframe.run.compose.generate import generate
+from rlframe.run.compose.modes.evaluate import evaluate
+from rlframe.run.compose.modes.generate import generate
+from rlframe.run.compose.modes.self_test import self_test, without_learning
 from rlframe.run.compose.offline import offline
 from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.profiling import profiler
 from rlframe.run.compose.replay import replay
-from rlframe.run.compose.self_test import self_test, without_learning
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.preflight.explain import explaining
-from rlframe.utils import garbage
 from rlframe.utils.errors import ConfigError, NodeDied
+from rlframe.utils.process import garbage
 from rlframe.utils.registry import find
 
 logger = logging.getLogger(__name__)

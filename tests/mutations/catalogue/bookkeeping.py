@@ -248,18 +248,18 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/loops/reporting/samples.py",
-        "tests/unit/loops/test_samples.py",
+        "tests/unit/loops/reporting/test_samples.py",
         ("attempts that are not kept are marked", "kept[list(self.places)] = True", "kept[:] = True"),
         ("the best are the worst", "nlargest if choice is Keep.BEST else nsmallest", "nsmallest"),
     ),
     *faults(
         "rlframe/loops/report/times.py",
-        "tests/unit/loops/test_timeline.py",
+        "tests/unit/loops/reporting/test_timeline.py",
         ("the loop's wait counts as an engine's work", 'each | {"role": DRIVER} if', "each if"),
     ),
     *faults(
         "rlframe/loops/reporting/warned.py",
-        "tests/unit/loops/test_warned.py",
+        "tests/unit/loops/reporting/test_warned.py",
         ("warnings of an earlier program come again", 'if line["time_s"] >= self._began:', "if True:"),
     ),
     *faults(
@@ -308,13 +308,13 @@ MUTATIONS: list[Mutation] = [
         ("what is finished is sampled again", "if name not in done]", "]"),
     ),
     *faults(
-        "rlframe/utils/jsonl.py",
+        "rlframe/utils/files/jsonl.py",
         "tests/unit/loops/evaluation/test_generate.py",
         ("a half-written line stays", "        os.truncate(file, whole_bytes)", "        pass"),
     ),
     *faults(
-        "rlframe/ops/pass_at_k.py",
-        "tests/unit/ops/test_pass_at_k.py",
+        "rlframe/ops/statistics/pass_at_k.py",
+        "tests/unit/ops/statistics/test_pass_at_k.py",
         (
             "pass@k is biased",
             "1.0 - math.comb(num_attempts - num_solved, k) / math.comb(num_attempts, k)",

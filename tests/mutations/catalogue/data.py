@@ -93,7 +93,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/data/text/conversations.py",
-        PROMPTS + " tests/unit/data/test_examples.py",
+        PROMPTS + " tests/unit/data/kinds/test_examples.py",
         (
             "the answer keeps its commas",
             'return match[1].replace(",", "") if match else text',

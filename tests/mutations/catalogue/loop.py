@@ -241,8 +241,8 @@ MUTATIONS: list[Mutation] = [
         ("the policy's weights are taken for the reference's", "with self._active():", "with nullcontext():"),
     ),
     *faults(
-        "rlframe/utils/jsonl.py",
-        "tests/unit/utils/test_jsonl.py",
+        "rlframe/utils/files/jsonl.py",
+        "tests/unit/utils/files/test_jsonl.py",
         ("resumed steps stay in the file", 'if record["step"] <= done_steps:', "if True:"),
         ("the last kept step is cut", 'if record["step"] <= done_steps:', 'if record["step"] < done_steps:'),
     ),

@@ -2,12 +2,12 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-PREFERENCE = "tests/unit/algorithms/test_preference.py"
-SUPERVISED = "tests/unit/algorithms/test_sft.py"
+PREFERENCE = "tests/unit/algorithms/offline/test_preference.py"
+SUPERVISED = "tests/unit/algorithms/offline/test_sft.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
-        "rlframe/ops/preference.py",
+        "rlframe/ops/comparisons/preference.py",
         PREFERENCE,
         ("pairs change places", "return values[chosen], values[rejected]", "return values[rejected], values[chosen]"),
         (
@@ -67,8 +67,8 @@ MUTATIONS: list[Mutation] = [
         ("odds: probabilities", "- torch.log(-torch.expm1(chosen)) + torch.log(-torch.expm1(rejected))", ""),
     ),
     *faults(
-        "rlframe/ops/preference.py",
-        "tests/unit/algorithms/test_kto.py",
+        "rlframe/ops/comparisons/preference.py",
+        "tests/unit/algorithms/offline/test_kto.py",
         ("mismatched: everybody keeps the own response", "rows[1:] + rows[:1]", "rows"),
         (
             "mismatched: the prompt counts",
@@ -97,7 +97,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/algorithms/kto.py",
-        "tests/unit/algorithms/test_kto.py",
+        "tests/unit/algorithms/offline/test_kto.py",
         ("kto: no KL", "distance = config.beta * (ratios - batch.kl_nats)", "distance = config.beta * ratios"),
         ("kto: the KL may be below 0", "ratios.mean().clamp(min=0)", "ratios.mean()"),
         (
@@ -130,7 +130,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/algorithms/reward_model.py",
-        "tests/unit/algorithms/test_scores.py",
+        "tests/unit/algorithms/offline/test_scores.py",
         (
             "reward model: the wrong way round",
             "softplus(margin - (chosen - rejected))",
@@ -202,8 +202,8 @@ MUTATIONS: list[Mutation] = [
         ("the last output is the pack's", "return last.where(last >= 0, ends)", "return ends"),
     ),
     *faults(
-        "rlframe/ops/contrast.py",
-        "tests/unit/algorithms/test_embedding.py",
+        "rlframe/ops/comparisons/contrast.py",
+        "tests/unit/algorithms/offline/test_embedding.py",
         ("infonce: no temperature", "(near / temperature)", "(near * 1.0)"),
         ("infonce: dot products for cosines", "if cosine:", "if False:"),
         (
@@ -214,8 +214,8 @@ MUTATIONS: list[Mutation] = [
         ("infonce: only the last width", "losses = losses + cross_entropy", "losses = cross_entropy"),
     ),
     *faults(
-        "rlframe/ops/ranking.py",
-        "tests/unit/algorithms/test_scores.py",
+        "rlframe/ops/comparisons/ranking.py",
+        "tests/unit/algorithms/offline/test_scores.py",
         (
             "a list's softmax is the step's",
             "groups, index = torch.unique(group, return_inverse=True)\n    empty",

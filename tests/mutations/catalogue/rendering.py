@@ -62,13 +62,13 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/data/text/template.py",
-        "tests/unit/data/test_template.py",
+        "tests/unit/data/text/test_template.py",
         ("a keyword of the template may be set in vain", "elif name not in read:", "elif False:"),
         ("a keyword of rlframe's own may be set", "if name in taken:", "if False:"),
     ),
     *faults(
         "rlframe/data/text/chat.py",
-        "tests/unit/data/test_template.py",
+        "tests/unit/data/text/test_template.py",
         ("keywords do not reach the template", "**config.chat_template_kwargs or {},", ""),
     ),
 ]

@@ -2,10 +2,10 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-UPDATES = "tests/multiprocess/megatron/test_updates.py"
-RESPONSES = "tests/unit/ops/test_responses.py"
+UPDATES = "tests/multiprocess/megatron/training/test_updates.py"
+RESPONSES = "tests/unit/ops/statistics/test_responses.py"
 ALERTS = "tests/unit/loops/alerts/test_alerts.py"
-THROUGHPUT = "tests/unit/loops/test_throughput.py"
+THROUGHPUT = "tests/unit/loops/reporting/test_throughput.py"
 BUSY = "tests/unit/attempts/test_busy.py"
 
 MUTATIONS: list[Mutation] = [
@@ -18,7 +18,7 @@ MUTATIONS: list[Mutation] = [
         ("norms of layers are attention", '    "norms": re.compile(r"norm[._](weight|bias)$"),\n', ""),
     ),
     *faults(
-        "rlframe/ops/responses.py",
+        "rlframe/ops/statistics/responses.py",
         RESPONSES,
         (
             "quantiles are one rank low",

@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-CHECKPOINTING = "tests/unit/loops/test_checkpointing.py"
+CHECKPOINTING = "tests/unit/loops/saving/test_checkpointing.py"
 WRITER = "tests/unit/megatron/checkpoint/test_writer.py"
 FILES = "tests/unit/megatron/checkpoint/test_files.py"
 
@@ -57,7 +57,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/loops/saving/background.py",
-        "tests/unit/loops/test_background.py",
+        "tests/unit/loops/saving/test_background.py",
         ("ranks of a host are not added up", "needed[node] += room.needed_bytes", "needed[node] = room.needed_bytes"),
         ("all of the memory is used", "needed[node] <= SHARE * free[node]", "needed[node] <= free[node]"),
     ),

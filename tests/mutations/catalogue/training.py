@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation, faults
 
-UPDATES = '"tests/multiprocess/megatron/test_updates.py::test_every_setting_of_the_optimizer_does_what_torchs_does[d1]"'.strip(
+UPDATES = '"tests/multiprocess/megatron/training/test_updates.py::test_every_setting_of_the_optimizer_does_what_torchs_does[d1]"'.strip(
     '"'
 )
 

@@ -13,9 +13,9 @@ from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, Group, Rollout, members
 from rlframe.types.turn import TurnRecord
-from rlframe.utils import files
 from rlframe.utils.errors import CheckpointError
-from rlframe.utils.sealed import read_sealed, write_sealed
+from rlframe.utils.files import whole
+from rlframe.utils.files.sealed import read_sealed, write_sealed
 
 
 def prompt_of(number: int, random: np.random.Generator) -> Prompt:
@@ -164,7 +164,7 @@ def test_a_crash_on_the_way_leaves_the_former_groups(tmp_path: Path, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        context.setattr(files.os, "fsync", die)
+        context.setattr(whole.os, "fsync", die)
         write_groups(tmp_path / "groups", groups_of(2))
     # The new folder was not put in place before its files were on the disk.
     assert not (tmp_path / "groups").exists() or read_groups(tmp_path / "groups") == groups_of(1)

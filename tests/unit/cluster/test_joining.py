@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.cluster import inspection, job, nodes, runtime
+from rlframe.cluster import runtime
 from rlframe.cluster.config import ClusterConfig, Device
 from rlframe.cluster.info import WorkerInfo
-from rlframe.cluster.inspection import Report
-from rlframe.cluster.needs import Needs
+from rlframe.cluster.joined import inspection, job, nodes
+from rlframe.cluster.joined.inspection import Report
+from rlframe.cluster.joined.needs import Needs
+from rlframe.cluster.joined.nodes import Node
 from rlframe.cluster.network import GLOO_INTERFACE, interface_of, is_here, use_address
-from rlframe.cluster.nodes import Node
 from rlframe.cluster.runtime_env import OURS, RuntimeEnvConfig
 from rlframe.cluster.watch.flight import RING
 from rlframe.utils.errors import ConfigError, SettingError

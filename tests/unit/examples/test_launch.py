@@ -70,7 +70,7 @@ def test_the_shell_of_the_templates_is_sound() -> None:
 
 def test_the_skypilot_task_has_the_keys_of_its_schema() -> None:
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    # sky/utils/schemas.py of skypilot 0.14.1; tests/multiprocess/runs/test_launchers.py asks the package itself.
+    # sky/utils/schemas.py of skypilot 0.14.1; multiprocess/runs/clusters/test_launchers.py asks the package itself.
     known = {"name", "resources", "num_nodes", "workdir", "envs", "secrets", "file_mounts", "setup", "run"}
     assert task.keys() <= known
     assert all(isinstance(value, str) for value in task["envs"].values())

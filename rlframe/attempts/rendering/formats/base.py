@@ -3,7 +3,7 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rlframe.attempts.rendering.reply import Call, Part, schemas_of
@@ -92,6 +92,21 @@ def bare_value(text: str, name: str, tool: Tool | None) -> Any:
         return parse_json(text)
     except ValueError:
         return text
+
+
+def calls_in(text: str, beginning: str, read: Callable[[str, int], tuple[Call, int]]) -> list[Part]:
+    """Returns the parts of a text whose calls have a beginning of their own.
+
+    Args:
+        read: returns the call that begins at a position, and the position after it.
+    """
+    found: list[Part] = []
+    at = 0
+    while (start := text.find(beginning, at)) >= 0:
+        call, end = read(text, start)
+        found += [text[at:start], call]
+        at = end
+    return trimmed([*found, text[at:]])
 
 
 def trimmed(parts: Sequence[Part]) -> list[Part]:

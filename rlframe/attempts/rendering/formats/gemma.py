@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlframe.attempts.rendering.formats.base import Format, trimmed
+from rlframe.attempts.rendering.formats.base import Format, calls_in
 from rlframe.attempts.rendering.reply import Call, Part
 from rlframe.data.records import parse_json
 from rlframe.data.text.tool_calls import Tool
@@ -28,13 +28,7 @@ class Gemma(Format):
 
     def parts(self, text: str, tools: Mapping[str, Tool]) -> list[Part]:
         """See Format.parts."""
-        found: list[Part] = []
-        at = 0
-        while (start := text.find(OPEN, at)) >= 0:
-            call, end = self._read(text, start)
-            found += [text[at:start], call]
-            at = end
-        return trimmed([*found, text[at:]])
+        return calls_in(text, OPEN, self._read)
 
     def _read(self, text: str, start: int) -> tuple[Call, int]:
         """Returns the call whose token is at `start`, and the position after it."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rlframe.attempts.rendering.formats.base import Format, after_space, call_of, read_object, trimmed
+from rlframe.attempts.rendering.formats.base import Format, after_space, call_of, calls_in, read_object
 from rlframe.attempts.rendering.reply import Call, Part
 from rlframe.data.text.tool_calls import Tool
 
@@ -21,13 +21,7 @@ class Hermes(Format):
 
     def parts(self, text: str, tools: Mapping[str, Tool]) -> list[Part]:
         """See Format.parts."""
-        found: list[Part] = []
-        at = 0
-        while (start := text.find(OPEN, at)) >= 0:
-            call, end = self._read(text, start)
-            found += [text[at:start], call]
-            at = end
-        return trimmed([*found, text[at:]])
+        return calls_in(text, OPEN, self._read)
 
     def _read(self, text: str, start: int) -> tuple[Call, int]:
         """Returns the call whose tag is at `start`, and the position after it."""

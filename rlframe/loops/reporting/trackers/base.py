@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlframe.utils.files import write_whole
+from rlframe.utils.files.whole import write_whole
 
 REMEMBERED = "trackers.json"
 """File of the run's folder with the names that trackers gave the run."""

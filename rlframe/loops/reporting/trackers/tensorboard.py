@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rlframe.loops.reporting.trackers.base import COLUMNS, table
-from rlframe.utils.files import writing
+from rlframe.utils.files.whole import writing
 
 
 class TensorBoard:

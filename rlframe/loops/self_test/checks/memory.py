@@ -6,7 +6,7 @@ from statistics import median
 
 from rlframe.loops.self_test.finding import Check, Finding, found, skipped
 from rlframe.loops.self_test.seen import Seen
-from rlframe.utils.memory import MemoryUse
+from rlframe.utils.process.memory import MemoryUse
 
 WARM_UP_STEPS = 2
 """Steps whose growth is that of caches and pools."""

@@ -34,7 +34,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
 from rlframe.utils.errors import ConfigError
-from rlframe.utils.memory import MemoryUse
+from rlframe.utils.process.memory import MemoryUse
 
 END = 2
 FIXED = [[-1.0, -2.0, -0.5], [-3.0]]

@@ -15,7 +15,7 @@ from rlframe.megatron.checkpoint.checksums import CHECKSUMS, read_entries, verif
 from rlframe.megatron.checkpoint.files import seal, write
 from rlframe.megatron.checkpoint.staging import HostMemory, Staged
 from rlframe.utils.errors import CheckpointError, OutputError
-from rlframe.utils.sealed import read_sealed, write_sealed
+from rlframe.utils.files.sealed import read_sealed, write_sealed
 
 DATA = "__0_0.distcp"
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from rlframe.utils.rendezvous import listen
+from rlframe.utils.process.rendezvous import listen
 
 
 def test_nobody_else_can_take_the_port_of_a_rendezvous_and_rank_0_can_use_it() -> None:

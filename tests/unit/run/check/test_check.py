@@ -168,19 +168,19 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
 def test_a_fault_names_key_rule_and_value(
     model: str, overrides: list[str], parts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlframe.run.check.devices.missing", lambda package: package == "wandb")
+    monkeypatch.setattr("rlframe.run.check.machines.devices.missing", lambda package: package == "wandb")
     found = faults(model, *overrides)
     assert len(found) == 1, found
     assert all(part in found[0] for part in parts), found[0]
 
 
 def test_an_engine_that_is_not_installed_is_named_with_its_extra(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlframe.run.check.devices.missing", lambda package: package == "vllm")
+    monkeypatch.setattr("rlframe.run.check.machines.devices.missing", lambda package: package == "vllm")
     assert faults(model, "rollout=vllm") == ['rollout.name=vllm needs the package vllm: pip install "rlframe[vllm]"']
 
 
 def test_an_engine_that_cannot_split_the_model_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlframe.run.check.devices.missing", lambda package: False)
+    monkeypatch.setattr("rlframe.run.check.machines.devices.missing", lambda package: False)
     assert faults(model, "rollout=vllm", "rollout.tp=2") == []
     found = faults(model, "rollout=vllm", "rollout.tp=3")
     assert any("tp 3 must divide num_attention_heads 4" in fault for fault in found), found
@@ -202,7 +202,7 @@ def test_engines_of_several_devices_are_counted_with_them(model: str, monkeypatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.get_device_properties", h200)
-    monkeypatch.setattr("rlframe.run.check.devices.missing", lambda package: False)
+    monkeypatch.setattr("rlframe.run.check.machines.devices.missing", lambda package: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     wide = ["cluster.device=cuda", "rollout=vllm", "rollout.tp=2"]
     assert faults(model, *wide, "rollout.num_engines=2") == []

@@ -31,7 +31,7 @@ def test_the_embedded_engine_serves_them(tmp_path: Path) -> None:
 
 
 def test_vllm_on_a_cpu_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlframe.run.check.devices.missing", lambda _: False)
+    monkeypatch.setattr("rlframe.run.check.machines.devices.missing", lambda _: False)
     folder = model(tmp_path, "qwen3_next")
     assert faults(folder, "rollout=vllm") == [
         "rollout.dtype must be bfloat16 for qwen3_next on a CPU, where vLLM has no other kernel for gated delta nets, "

@@ -8,8 +8,8 @@ import pytest
 
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.families.base import Architecture
-from rlframe.run.check import critic
 from rlframe.run.check import train as check_train
+from rlframe.run.check.roles import critic
 from rlframe.run.load import load
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError

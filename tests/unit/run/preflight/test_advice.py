@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.run.check import checked, memory
+from rlframe.run.check import checked
 from rlframe.run.check.context import algorithm_of
+from rlframe.run.check.machines import memory
 from rlframe.run.load import load
 from rlframe.run.preflight.advice import advise
 from rlframe.run.preflight.explain import explained

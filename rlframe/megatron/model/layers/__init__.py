@@ -1,0 +1,1 @@
+"""Layers that Megatron does not have, or has otherwise, and their parts."""

@@ -1,0 +1,1 @@
+"""Losses over texts that are compared with each other: pairs of responses, lists of documents, contrasts."""

@@ -1,0 +1,1 @@
+"""Statistics of attempts, which a report shows and no loss needs."""

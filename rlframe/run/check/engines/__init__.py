@@ -1,0 +1,1 @@
+"""Rules about what engines must be able to do for a run."""

@@ -1,0 +1,1 @@
+"""Rules about the models beside the policy, which value, teach, judge and reward."""

@@ -1,0 +1,112 @@
+"""Rules about rewards. See the package."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+from rlframe.attempts.rendering.config import History
+from rlframe.environments.base import answers, asks
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.models import hub, inspection, shards
+from rlframe.models.checkpoint import CheckpointReader
+from rlframe.models.config import HEAD, ModelConfig
+from rlframe.models.families.base import Architecture
+from rlframe.rewards.base import is_users, part_faults
+from rlframe.rewards.runner import try_start
+from rlframe.run.check.context import longest_rollout, online, response_limits
+from rlframe.run.check.roles import vocabulary
+from rlframe.run.config import RunConfig
+from rlframe.utils import registry
+from rlframe.utils.errors import CheckpointError, ConfigError, RewardError
+from rlframe.utils.faults import Fault
+
+MODEL = "reward.model.path"
+REWARDS = "rlframe.rewards"
+
+
+def faults(run: RunConfig) -> Iterator[Fault]:
+    """Yields a fault for each reward that cannot be built. The user's functions are imported in a separate process,
+    because they may exit, print or hang."""
+    users = {}
+    for name, part in run.reward.parts.items():
+        wrong = part_faults(part, f"reward.parts.{name}")
+        yield from wrong
+        if is_users(part) and not wrong:
+            users[name] = part
+    for name, part in users.items():
+        try:
+            try_start(replace(run.reward, parts={name: part}))
+        except RewardError as error:
+            yield Fault(f"reward.parts.{name}.name", said=error)
+
+
+def needing_answers(run: RunConfig) -> list[str]:
+    """Returns the names of the reward parts that need an answer, if the run uses rewards."""
+    if not online(run):
+        return []
+    named = {name: part.name for name, part in run.reward.parts.items() if part.name in registry.names(REWARDS)}
+    return [name for name, file in named.items() if registry.find(REWARDS, file, key="")[0].needs_answer]
+
+
+def model_faults(run: RunConfig) -> Iterator[Fault]:
+    """Rejects a reward model that cannot score the policy's rollouts."""
+    if run.reward.model is None:
+        return
+    try:
+        parallel = Parallel.parse(run.reward.model.parallel)
+    except ValueError as error:
+        yield Fault("reward.model.parallel", "is wrong", why=f"{error}")
+        return
+    model = ModelConfig(path=run.reward.model.path, revision=run.reward.model.revision)
+    try:
+        folder, policy = hub.resolve(model, key=MODEL), hub.resolve(run.model)
+        architecture = hub.load_family(folder, key=MODEL).architecture(hub.read_config(folder))
+        reader = CheckpointReader(folder)
+        outputs = reader.shape(HEAD)[0] if HEAD in reader.names else 0
+        broken = inspection.model_faults(folder, num_outputs=outputs)
+    except ConfigError as error:
+        yield from error.faults
+        return
+    except CheckpointError as error:
+        yield Fault(MODEL, said=error)
+        return
+    yield from (Fault(MODEL, said=fault) for fault in broken)
+    communication = run.train.context_parallel.communication
+    for fault in shards.faults(architecture, **asdict(parallel), communication=communication):
+        yield fault.moved({"train.parallel": "reward.model.parallel"}).noted(f"(of the reward model {model.path})")
+    if outputs != 1:
+        yield Fault(
+            MODEL,
+            f"must name a model with a head of one output ({HEAD})",
+            got=f"{model.path} with {outputs}",
+            hint="algorithm=reward_model trains such a model",
+        )
+    yield from _length_faults(run, architecture, model.path)
+    try:
+        yield from vocabulary.faults(run.model, policy, model, folder, key=MODEL)
+    except CheckpointError as error:
+        yield Fault(MODEL, said=error)
+
+
+def _length_faults(run: RunConfig, architecture: Architecture, path: str) -> Iterator[Fault]:
+    """Checks that the reward model can score every rollout, and an attempt by one sequence."""
+    what, longest = longest_rollout(run)
+    if not answers(run.environment):
+        longest = max(longest, run.data.max_prompt_tokens + max(response_limits(run).values()))
+    elif run.rendering.history is History.FORK:
+        yield Fault(
+            MODEL,
+            "cannot be used with rendering.history=fork",
+            why="it scores one sequence, and an attempt may have several",
+        )
+    elif asks(run.environment):
+        yield Fault(
+            MODEL,
+            f"cannot be used with environment.name={run.environment.name}",
+            why="it scores one sequence, and an attempt of an agent may have several",
+        )
+    if architecture.max_positions < longest:
+        yield Fault(
+            MODEL,
+            f"must name a model of at least {longest} positions ({what})",
+            got=f"{path} with {architecture.max_positions}",
+        )

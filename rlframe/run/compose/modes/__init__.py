@@ -1,0 +1,1 @@
+"""Compositions of the modes that do not train: evaluate, generate, self_test."""

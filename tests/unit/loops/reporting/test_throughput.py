@@ -1,0 +1,44 @@
+"""Tokens and operations by phase, worked by hand."""
+
+import numpy as np
+import pytest
+
+from rlframe.loops.reporting.metrics import token_counts
+from rlframe.loops.reporting.throughput import Shape, Throughput
+from tests.unit.loops.reporting.test_metrics import rollout
+
+TIMES = {"time/train_s": 2.0, "time/reference_s": 1.0, "time/rollout_s": 4.0, "time/step_s": 8.0, "time/data_s": 1.0}
+
+
+def shape(devices: int, epochs: int = 1) -> Shape:
+    """A token costs 10 operations, and 2 for each token of its sequence."""
+    return Shape(devices=devices, operations=lambda length: 10 + 2 * length, epochs=epochs)
+
+
+def test_phases_by_tokens_and_operations_of_a_device() -> None:
+    throughput = Throughput(shapes={"policy": shape(2, epochs=3)}, peak=10_800.0)
+    # Sequences of 4 and 12 tokens: a mean length of (16 + 144) / 16 = 10, so 30 operations a token of a forward pass.
+    assert throughput.of_training(TIMES, np.array([4, 12])) == pytest.approx(
+        {
+            "throughput/train_tokens_per_s_device": 12.0,  # 3 * 16 tokens in 2 s on 2 devices
+            "throughput/train_mfu_fraction": 12 * 90 / 10_800,
+            "throughput/reference_tokens_per_s_device": 8.0,
+            "throughput/reference_mfu_fraction": 8 * 30 / 10_800,
+        }
+    )
+
+
+def test_sampled_tokens_see_the_prompt_and_each_other() -> None:
+    # Prompts of 2 tokens, responses of 2 and 6. On average they see (2 + 4) / 2 and (2 + 8) / 2 tokens, which are
+    # lengths of 6 and 10: (2 * 6 + 6 * 10) / 8 = 9, so 28 operations.
+    counts = token_counts([rollout(0, reward=0.0, length=2), rollout(1, reward=0.0, length=6)])
+    throughput = Throughput(shapes={"rollout": shape(1)}, peak=10_800.0)
+    expected = {"throughput/rollout_tokens_per_s_device": 2.0, "throughput/rollout_mfu_fraction": 2 * 28 / 10_800}
+    assert throughput.of_sampling(TIMES, *counts) == pytest.approx(expected)
+    ahead = Throughput(shapes={"rollout": shape(1)}, samples_ahead=True)
+    assert ahead.of_sampling(TIMES, *counts) == {"throughput/rollout_tokens_per_s_device": 1.0}, "and no peak, no MFU"
+
+
+def test_nothing_is_said_of_roles_that_a_run_lacks() -> None:
+    assert Throughput().of_training(TIMES, np.array([4])) == {}
+    assert Throughput().of_sampling(TIMES, np.array([4]), np.array([2])) == {}

@@ -1,0 +1,99 @@
+"""An interpreter that starts before it is known what it does."""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import spawn
+from pathlib import Path
+
+import pytest
+
+from rlframe.cluster.watch.sight import State
+from rlframe.utils.process.early import EarlyProcess
+from tests.until import until, until_state
+
+pytestmark = pytest.mark.later
+
+
+def write_environment(file: str, code: int) -> None:
+    """What the processes below do."""
+    Path(file).write_text(f"{os.getpid()} {os.environ['ADDED']}", encoding="utf-8")
+    sys.exit(code)
+
+
+def test_what_is_spawned_later_runs_in_the_interpreter_that_was_started_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = EarlyProcess("import json")
+    monkeypatch.setenv("ADDED", "since then")
+    context, file = early.context(), tmp_path / "said"
+    first, second = (context.Process(target=write_environment, args=(str(file), code)) for code in (3, 4))
+    first.start()
+    first.join()
+    assert early.used and first.pid == early.pid and first.exitcode == 3
+    assert file.read_text() == f"{early.pid} since then"
+    # Another one is spawned as usual.
+    second.start()
+    second.join()
+    assert second.exitcode == 4 and second.pid != early.pid
+
+
+def call_itself(file: str, title: str) -> None:
+    """What a process does that wants a title, as vLLM's core."""
+    setproctitle = importlib.import_module("setproctitle")
+    setproctitle.setproctitle(title)
+    Path(file).write_bytes(Path("/proc/self/cmdline").read_bytes())
+
+
+def test_a_process_may_set_its_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("setproctitle")
+    early = EarlyProcess("import json")
+    monkeypatch.setenv("ADDED", "since then")
+    process = early.context().Process(target=call_itself, args=(str(tmp_path / "title"), "the core"))
+    process.start()
+    process.join()
+    assert early.used and (tmp_path / "title").read_bytes().startswith(b"the core")
+
+
+def test_an_interpreter_that_has_failed_or_would_be_another_one_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = EarlyProcess("raise SystemExit(1)")
+    until(lambda: not failed.can_take())
+    process = failed.context().Process(target=os.getpid)
+    process.start()
+    process.join()
+    assert not failed.used and process.exitcode == 0 and process.pid != failed.pid
+    waiting = EarlyProcess("pass")
+    assert waiting.can_take()
+    monkeypatch.setattr(spawn, "get_executable", lambda: "numactl")
+    assert not waiting.can_take()
+
+
+def test_a_process_that_inherits_files_is_spawned() -> None:
+    early = EarlyProcess("pass")
+    ours, theirs = multiprocessing.Pipe()
+    process = early.context().Process(target=theirs.send_bytes, args=(b"said",))
+    process.start()
+    assert ours.recv_bytes() == b"said"
+    process.join()
+    assert not early.used and process.pid != early.pid
+
+
+def test_it_ends_with_its_parent_however_that_ends() -> None:
+    program = (
+        "from rlframe.utils.process.early import EarlyProcess\n"
+        "early = EarlyProcess('pass')\nprint(early.pid, flush=True)\ninput()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    waiting = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    until_state(waiting, State.DEAD)
+
+
+def test_the_context_makes_what_else_a_spawning_one_makes() -> None:
+    context = EarlyProcess("pass").context()
+    assert isinstance(context.Event(), type(multiprocessing.get_context("spawn").Event()))

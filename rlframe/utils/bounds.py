@@ -19,7 +19,8 @@ LONGEST_NAME_BYTES = 255
 """Greatest number of bytes of one folder or file of a path: NAME_MAX of Linux."""
 
 
-@dataclass(frozen=True, slots=True)
+# Two are never equal: typing keeps one of equal ones, and 1e9 would read as 1000000000 where another setting has that.
+@dataclass(frozen=True, slots=True, eq=False)
 class Range:
     """Range of the numbers that a setting can have; of each member of a list, or each value of a mapping."""
 

@@ -1,7 +1,7 @@
 """Bounds stated beside the type of a field hold whenever the dataclass is made."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated
 
 import pytest
@@ -72,3 +72,10 @@ def test_a_long_value_is_shown_by_its_beginning() -> None:
     # 60 characters of which one is the quotation mark.
     assert shortened("x" * 100) == "'" + "x" * 59 + "... (102 characters)"
     assert shortened(10**5000) == "a whole number of 16610 bits"
+
+
+def test_a_bound_is_told_as_its_own_setting_states_it() -> None:
+    # typing keeps one Annotated for arguments that are equal, whoever was imported first.
+    whole, fraction = (Annotated[float, Range(0, end)] | None for end in (10**9, 1e9))
+    told = [bounds(make_dataclass("Stated", [("end", each)]))["end"][0].refusal(math.inf) for each in (whole, fraction)]
+    assert told == [("must be at most 1000000000", "inf"), ("must be at most 1000000000.0", "inf")]

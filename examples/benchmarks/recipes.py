@@ -243,8 +243,8 @@ def words(seed: int, count: int) -> str:
 
 
 def planned(case: Case, settings: list[str], folder: Path, device: str | None) -> dict[str, Any]:
-    """Returns the device that preflight plans for, the bytes of each kind of device, the policy's first, and the seconds
-    of the step, by phase."""
+    """Returns the device that preflight plans for, the bytes of each kind of device, the policy's first, and the
+    seconds of the step, by phase."""
     file = folder / "plan.json"
     lengths = ["--prompt-tokens", str(case.prompt_tokens), "--response-tokens", str(case.response_tokens)]
     command = [sys.executable, "-m", "rlframe.tools.plan", "--json", str(file), *lengths]

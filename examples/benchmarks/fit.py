@@ -120,9 +120,12 @@ def measured(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     command += ["--device", arguments.device] if arguments.device else []
     if name not in preflight.FROZEN:
         command += ["--logs", str(arguments.logs), "--limit-s", str(arguments.limit_s - 15)]
+    # Ranks load functions of these files by name.
+    environment = recipes.environment()
+    environment["PYTHONPATH"] = f"{HERE}:{environment['PYTHONPATH']}"
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=recipes.environment(), start_new_session=True
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
             process.wait(arguments.limit_s)
@@ -168,7 +171,8 @@ def table(cases: Mapping[str, Any]) -> str:
     for name, case in cases.items():
         lines += cells(name, case)
     within = [name for name, case in cases.items() if is_within(case)]
-    return "\n".join([*lines, "", f"{len(within)} of {len(cases)} cases are within the limits: {', '.join(within)}."])
+    named = f": {', '.join(within)}" if within else ""
+    return "\n".join([*lines, "", f"{len(within)} of {len(cases)} cases are within the limits{named}."])
 
 
 def cells(name: str, case: Mapping[str, Any]) -> Iterator[str]:

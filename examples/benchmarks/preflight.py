@@ -6,8 +6,9 @@
 `compare` reads the measured cases of results/train_step_*.json. CALIBRATED of them gave the constants of
 rlframe/run/preflight/constants.py, as each constant says; the others were held back from them. All of these files were
 there when the formulas were written, so that only `run`, on new configurations, is a blind test. `run` needs as many
-GPUs as a case: it prints the prediction, takes the steps of train_step.py, and prints what was measured. UNSEEN are
-configurations that were chosen after the constants were frozen, and that nothing has been measured of.
+GPUs as a case: it prints the prediction for the devices that are there, takes the steps of train_step.py, and prints
+what was measured. UNSEEN were configurations without a measurement once, for H200; FROZEN fit 80 GB, and were chosen
+after the constants were frozen on 2026-11-25 and before anything was measured of them. fit.py runs them one by one.
 
 Peak is that of torch's tensors (max_memory_allocated), which the prediction without contexts and NCCL stands for.
 """
@@ -25,8 +26,8 @@ from typing import Any
 
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.hub import FAMILIES
-from rlframe.run.preflight import seconds
-from rlframe.run.preflight.devices import KINDS
+from rlframe.run.preflight import constants, seconds
+from rlframe.run.preflight.devices import KINDS, Accelerator, this_machine
 from rlframe.run.preflight.parts import Phase
 from rlframe.run.preflight.trainer import TrainerMemory
 from rlframe.run.preflight.weights import Counter
@@ -71,6 +72,53 @@ UNSEEN: dict[str, dict[str, Any]] = {
     },
 }
 """Cases of train_step.py, as the fields of its Case."""
+SMALL_STATE = {"precision_aware": True, "moment_dtype": "bfloat16"}
+"""12 bytes a parameter."""
+FROZEN: dict[str, dict[str, Any]] = {
+    "1p7b": {
+        "model": "qwen3_1p7b",
+        "train": {"optimizer": {"precision_aware": True}},
+        "lengths": (4096, 2048, 1024, 1024),
+        "microbatches": 3,
+    },
+    "4b_even": {
+        "model": "qwen3_4b",
+        "train": {"recompute": "full", "optimizer": SMALL_STATE},
+        "lengths": (4096,) * 4,
+        "microbatches": 3,
+    },
+    "4b_blocks_fp8": {
+        "model": "qwen3_4b",
+        "train": {
+            "recompute": "full",
+            "optimizer": SMALL_STATE,
+            "fp8": {"recipe": "blockwise", "format": "e4m3"},
+        },
+        "lengths": (8192, 2048, 1024, 1024),
+    },
+    "8b_lora_64": {
+        "model": "qwen3_8b",
+        "train": {"recompute": "full", "lora": {"rank": 64}},
+        "lengths": (4096,) * 4,
+    },
+    "30b_cut_5": {
+        "model": "qwen3_30b_a3b",
+        "num_layers": 5,
+        "train": {"optimizer": SMALL_STATE},
+        "lengths": (4096,) * 4,
+    },
+    "8b_t2_80": {
+        "model": "qwen3_8b",
+        "train": {"parallel": "d1t2", "recompute": "full", "optimizer": SMALL_STATE},
+    },
+    "30b_cut_ep2": {
+        "model": "qwen3_30b_a3b",
+        "num_layers": 10,
+        "train": {"parallel": "d2|ffn:d1t1e2", "recompute": "full", "optimizer": SMALL_STATE},
+        "lengths": (4096,) * 4,
+    },
+}
+"""Cases of train_step.py for devices of 80 GB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +130,14 @@ class Prediction:
     logprobs_s: float
 
 
-def predict(config: Mapping[str, Any], train: TrainConfig, lengths: list[int], microbatches: int) -> Prediction:
-    """Returns the prediction for a model of `config` on H200."""
+def predict(
+    config: Mapping[str, Any],
+    train: TrainConfig,
+    lengths: list[int],
+    microbatches: int,
+    device: Accelerator = KINDS["h200"],
+) -> Prediction:
+    """Returns the prediction for a model of `config`."""
     family = importlib.import_module(f"{FAMILIES}.{config['model_type']}").FAMILY
     architecture = family.architecture(config)
     memory = TrainerMemory(
@@ -95,16 +149,16 @@ def predict(config: Mapping[str, Any], train: TrainConfig, lengths: list[int], m
         microbatches=microbatches,
         sequence_tokens=max(lengths),
     )
-    speeds = KINDS["h200"].speeds
-    assert speeds is not None
+    if device.speeds is None:
+        raise SystemExit(f"the speeds of {device.name} are not known: --device h100, for example")
     timed = seconds.TrainerSeconds(
-        memory=memory, speeds=speeds, tokens=sum(lengths), mean_length=seconds.mean_length(lengths)
+        memory=memory, speeds=device.speeds, tokens=sum(lengths), mean_length=seconds.mean_length(lengths)
     )
     parts = memory.process().at(Phase.TRAIN)
     return Prediction(
         memory_bytes=sum(part.bytes for part in parts if part.name not in OUTSIDE_TORCH),
-        train_s=timed.optimizer_step(),
-        logprobs_s=timed.passes(backward=False),
+        train_s=timed.optimizer_step() + constants.CALL_S,
+        logprobs_s=timed.passes(backward=False) + constants.CALL_S,
     )
 
 
@@ -124,15 +178,18 @@ def settings(name: str, outcome: Mapping[str, Any]) -> TrainConfig:
     return build(TrainConfig, values)
 
 
-def compared(name: str, outcome: Mapping[str, Any], train: TrainConfig) -> dict[str, Any]:
+def compared(
+    name: str, outcome: Mapping[str, Any], train: TrainConfig, device: Accelerator = KINDS["h200"]
+) -> dict[str, Any]:
     """Returns predicted and measured values of a step, and the relative errors."""
-    found = predict(outcome["config"], train, outcome["lengths"], outcome["microbatches_per_rank"])
+    found = predict(outcome["config"], train, outcome["lengths"], outcome["microbatches_per_rank"], device)
     pairs = {
         "memory_bytes": (found.memory_bytes, outcome["memory_peak_bytes"]),
         "train_s": (found.train_s, outcome["train_s"]["median"]),
         "logprobs_s": (found.logprobs_s, outcome["logprobs_s"]["median"]),
     }
     row: dict[str, Any] = {"case": name, "calibrated": name in CALIBRATED, "gpus": outcome["gpus"]}
+    row["device"] = device.name
     for key, (predicted, value) in pairs.items():
         row[key] = {"predicted": predicted, "measured": value, "error": predicted / value - 1 if value else None}
     return row
@@ -165,21 +222,22 @@ def percent(error: float | None) -> str:
     return "-" if error is None else f"{100 * error:+.1f} %"
 
 
-def run(names: list[str]) -> Iterator[dict[str, Any]]:
+def run(names: list[str], device: Accelerator) -> Iterator[dict[str, Any]]:
     """Yields the comparison of cases that are measured now, each printed before and after."""
     # They import Megatron's group and Ray, which `compare` does not need.
     import train_step  # noqa: PLC0415
     from models_by_size import MODELS  # noqa: PLC0415
 
     for name in names:
-        case = train_step.CASES.get(name) or train_step.Case(**UNSEEN[name])
+        case = train_step.CASES.get(name) or train_step.Case(**(UNSEEN | FROZEN)[name])
         train = train_step.settings(case, [])
         config = MODELS[case.model] | ({"num_hidden_layers": case.num_layers} if case.num_layers else {})
-        print(name, "predicted", predict(config, train, list(case.lengths), case.microbatches), flush=True)
+        print(name, "predicted", predict(config, train, list(case.lengths), case.microbatches, device), flush=True)
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            outcome = train_step.run_case(case, train, folder, folder / "logs", False, stack)
-        row = compared(name, outcome, train)
+            outcome = train_step.run_case(case, train, folder, folder / "logs", False, stack, with_floor=False)
+        row = compared(name, outcome, train, device) | {"reserved_bytes": outcome["memory_reserved_bytes"]}
+        row |= {"all_train_s": outcome["train_s"]["all"], "machine": train_step.machine()}
         print(name, json.dumps(row), flush=True)
         yield row
 
@@ -188,13 +246,19 @@ def main() -> None:
     """Compares, or measures and compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["compare", "run"])
-    parser.add_argument("cases", nargs="*", help=f"for run: cases of train_step.py, or of {', '.join(UNSEEN)}")
+    known = ", ".join(UNSEEN | FROZEN)
+    parser.add_argument("cases", nargs="*", help=f"for run: cases of train_step.py, or of {known}")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--device", choices=KINDS, help="for run: kind of device, else this machine's")
     arguments = parser.parse_args()
-    rows = compare() if arguments.task == "compare" else list(run(arguments.cases or list(UNSEEN)))
+    if arguments.task == "compare":
+        device, rows = KINDS["h200"], compare()
+    else:
+        device = KINDS[arguments.device] if arguments.device else this_machine()
+        rows = list(run(arguments.cases or list(FROZEN), device))
     print(table(rows))
     if arguments.output:
-        arguments.output.write_text(json.dumps({"device": "h200", "rows": rows}, indent=1) + "\n")
+        arguments.output.write_text(json.dumps({"device": device.name, "rows": rows}, indent=1) + "\n")
         arguments.output.with_suffix(".md").write_text(table(rows) + "\n")
 
 

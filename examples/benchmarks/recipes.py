@@ -3,12 +3,15 @@
     python examples/benchmarks/recipes.py grpo_4b lora_4b --output examples/benchmarks/results/recipes.json
 
 A case is a recipe with what one device asks to be changed. Weights are random, every response has the same length, and
-the prediction is that of `rlframe.tools.plan` for the same settings. Memory is what nvidia-smi says of the whole device
-20 times a second: its peak within a phase, over the steps that count, from the moment when the roles of the phase
-before have gone to sleep. What it is until then, while one role leaves and the next comes, is `changes_bytes`. The
-prediction has what torch's allocator reserves besides the tensors, which nvidia-smi sees too. Seconds are medians of
-the steps that count, of whole phases; the first WARM_UP steps are not counted. `own` has what the processes themselves
-say of their memory and of their times, medians too. Each case is written when it ends.
+the prediction is that of `rlframe.tools.plan` for the same settings and this machine's devices. Memory is what
+nvidia-smi says of each whole device 20 times a second, less what it says before the run has it: its peak within a
+phase, over the steps that count, from the moment when the roles of the phase before have gone to sleep. What it is
+until then, while one role leaves and the next comes, is `changes_bytes`. The prediction has what torch's allocator
+reserves besides the tensors, which nvidia-smi sees too. The devices of a split run are those of the policy and then
+those of the engines. Seconds are medians of the steps that count, of whole phases; the first WARM_UP steps are not
+counted. `own` has what the processes themselves say of their memory and of their times, medians too. Each case is
+written when it ends. The cases of FROZEN fit 80 GB; none of them was measured before the constants of preflight were
+frozen.
 """
 
 import argparse
@@ -66,7 +69,41 @@ class Case:
     online: bool = True
 
 
-CASES = {
+SMALL_STATE = ("train.optimizer.precision_aware=true", "train.optimizer.moment_dtype=bfloat16")
+"""12 bytes a parameter in place of 18: 4B fit 80 GB beside an engine asleep."""
+SMALL_ENGINE = (
+    "~rollout.gpu_memory_utilization",
+    "rollout.kv_cache_gb=16",
+    "rollout.compile=false",
+    "rollout.max_num_seqs=64",
+)
+"""Engines that start beside the policy, without Inductor."""
+FROZEN = {
+    "grpo_4b_80": Case(recipe="grpo_qwen3_4b", model="qwen3_4b", overrides=(*SMALL_STATE, *SMALL_ENGINE)),
+    "lora_4b_80": Case(recipe="grpo_qwen3_4b_lora", model="qwen3_4b", overrides=SMALL_ENGINE, prompts=12),
+    "ppo_1p7b_80": Case(
+        recipe="ppo_qwen3_8b",
+        model="qwen3_1p7b",
+        overrides=(*ONE_DEVICE, "train.num_minibatches=2", *SMALL_ENGINE),
+        prompts=48,
+    ),
+    "dpo_4b_80": Case(
+        recipe="dpo_qwen3_8b", model="qwen3_4b", overrides=(*ONE_TRAINER, *SMALL_STATE), online=False, prompts=24
+    ),
+    "sft_4b_80": Case(
+        recipe="sft_qwen3_8b", model="qwen3_4b", overrides=(*ONE_TRAINER, *SMALL_STATE), online=False, prompts=64
+    ),
+    "reward_model_1p7b_80": Case(
+        recipe="reward_model_qwen3_8b", model="qwen3_1p7b", overrides=tuple(ONE_TRAINER), online=False, prompts=32
+    ),
+    "grpo_4b_split": Case(
+        recipe="grpo_qwen3_4b",
+        model="qwen3_4b",
+        overrides=(*SMALL_STATE, *SMALL_ENGINE, "cluster.colocate=false", "train.offload_optimizer=false"),
+    ),
+}
+"""Cases of devices of 80 GB, which were chosen after the constants were frozen."""
+CASES = FROZEN | {
     "grpo_4b": Case(recipe="grpo_qwen3_4b", model="qwen3_4b", overrides=()),
     "lora_4b": Case(recipe="grpo_qwen3_4b_lora", model="qwen3_4b", overrides=()),
     "grpo_4b_resident": Case(
@@ -97,23 +134,26 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results/recipes.json")
     parser.add_argument("--logs", type=Path, help="folder for the messages of the runs")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds of one case, its start included")
+    parser.add_argument("--device", help="kind of device of the prediction, else this machine's")
     arguments = parser.parse_args()
     result = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"cases": {}}
     for name in arguments.cases:
         with tempfile.TemporaryDirectory() as folder:
-            result["cases"][name] = measure(CASES[name], Path(folder), arguments.logs, name, arguments.limit_s)
+            logs = arguments.logs or Path(folder)
+            logs.mkdir(parents=True, exist_ok=True)
+            result["cases"][name] = measure(
+                CASES[name], Path(folder), logs / f"{name}.log", arguments.limit_s, arguments.device
+            )
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
         arguments.output.with_suffix(".md").write_text(table(result["cases"]) + "\n")
         print(name, json.dumps(result["cases"][name]), flush=True)
     print(table(result["cases"]))
 
 
-def measure(case: Case, folder: Path, logs: Path | None, name: str, limit_s: float) -> dict[str, Any]:
+def measure(case: Case, folder: Path, log: Path, limit_s: float, device: str | None) -> dict[str, Any]:
     """Returns what was predicted and measured of one case."""
     settings = overrides(case, folder)
-    predicted = planned(case, settings, folder)
-    log = (logs or folder) / f"{name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    predicted = planned(case, settings, folder, device)
     command = [sys.executable, "-m", "rlframe.main", "--config-name", case.recipe, *settings]
     begun = time.time()
     with log.open("w") as file, Memory() as memory:
@@ -125,19 +165,25 @@ def measure(case: Case, folder: Path, logs: Path | None, name: str, limit_s: flo
         finally:
             stop(run)
     if len(steps) < WARM_UP + 2:
-        raise SystemExit(f"{name}: {len(steps)} steps\n{log.read_text()[-6000:]}")
+        raise SystemExit(f"{case.recipe}: {len(steps)} steps\n{log.read_text()[-6000:]}")
     timeline = [json.loads(line) for line in (folder / "run/timeline.jsonl").read_text().splitlines()]
     found: dict[str, Any] = {"machine": machine(), "case": asdict(case), "rc": run.returncode}
+    found["device"] = predicted["device"]
     found["start_s"] = next(phase["start_s"] for row in timeline for phase in row["phases"]) - begun
     counted = [row for row in timeline if row["step"] > WARM_UP]
-    measured = {"memory_bytes": memory.peaks(spans(counted, of="roles")), "seconds": medians(counted)}
-    found["changes_bytes"] = memory.peaks(spans(counted, of="changes"))
+    roles, changes = list(spans(counted, of="roles")), list(spans(counted, of="changes"))
+    found["changes_bytes"] = [memory.peaks(index, changes) for index in memory.samples]
     found["own"] = own(steps[WARM_UP:])
-    for kind, values in measured.items():
-        found[kind] = {
-            phase: {"predicted": predicted[kind].get(phase), "measured": value} for phase, value in values.items()
-        }
-    return found
+    devices = [paired(predicted["reserved"][place], memory.peaks(index, roles)) for place, index in enumerate(
+        list(memory.samples)[: len(predicted["reserved"])]
+    )]  # fmt: skip
+    found["memory_bytes"], found["memory_of_other_devices"] = devices[0], devices[1:]
+    return found | {"seconds": paired(predicted["seconds"], medians(counted))}
+
+
+def paired(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
+    """Returns both values of each phase that was measured."""
+    return {phase: {"predicted": predicted.get(phase), "measured": value} for phase, value in measured.items()}
 
 
 def overrides(case: Case, folder: Path) -> list[str]:
@@ -196,15 +242,23 @@ def words(seed: int, count: int) -> str:
     return " ".join(f"w{30_000 + (seed * 7919 + place * 104729) % 60_000}" for place in range(count))
 
 
-def planned(case: Case, settings: list[str], folder: Path) -> dict[str, dict[str, float]]:
-    """Returns preflight's bytes of the fullest device and seconds of the step, by phase."""
+def planned(case: Case, settings: list[str], folder: Path, device: str | None) -> dict[str, Any]:
+    """Returns the device that preflight plans for, the bytes of each kind of device, the policy's first, and the
+    seconds of the step, by phase."""
     file = folder / "plan.json"
     lengths = ["--prompt-tokens", str(case.prompt_tokens), "--response-tokens", str(case.response_tokens)]
     command = [sys.executable, "-m", "rlframe.tools.plan", "--json", str(file), *lengths]
+    command += ["--device", device] if device else []
     command += ["--config-name", case.recipe, *settings]
-    subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    if done.returncode or not file.exists():
+        raise SystemExit(f"{case.recipe}: no plan\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     plan = json.loads(file.read_text())
-    return {"memory_bytes": plan["devices"][0]["reserved"], "seconds": plan["seconds"]}
+    return {
+        "device": plan["device"],
+        "reserved": [each["reserved"] for each in plan["devices"]],
+        "seconds": plan["seconds"],
+    }
 
 
 def environment() -> dict[str, str]:
@@ -213,11 +267,13 @@ def environment() -> dict[str, str]:
 
 
 class Memory:
-    """The bytes that a device holds, sampled while the block runs."""
+    """The bytes that each visible device holds, sampled while the block runs."""
 
     def __enter__(self) -> "Memory":
-        self.samples: list[tuple[float, float]] = []
-        query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        self.samples: dict[str, list[tuple[float, float]]] = {}
+        query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            query += ["-i", visible]
         self._process = subprocess.Popen([*query, "-lms", str(SAMPLE_MS)], stdout=subprocess.PIPE, text=True)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -226,15 +282,18 @@ class Memory:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.samples.append((time.time(), float(line) * 2**20))
+            index, used = line.split(",")
+            self.samples.setdefault(index, []).append((time.time(), float(used) * 2**20))
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._thread.join()
 
-    def peaks(self, times: Iterable[Span]) -> dict[str, float]:
-        """Returns the greatest sample within each phase."""
-        return peaks(self.samples, times)
+    def peaks(self, index: str, times: Iterable[Span]) -> dict[str, float]:
+        """Returns the greatest sample of a device within each phase, less the least of all."""
+        samples = self.samples[index]
+        idle = min(used for _, used in samples)
+        return {phase: most - idle for phase, most in peaks(samples, times).items()}
 
 
 def peaks(samples: Iterable[tuple[float, float]], times: Iterable[Span]) -> dict[str, float]:
@@ -292,6 +351,11 @@ def table(cases: Mapping[str, Any]) -> str:
             memory, seconds = case["memory_bytes"].get(phase), case["seconds"][phase]
             cells = [name, phase, *compared(memory, 1e9, ".1f"), *compared(seconds, 1.0, ".2f")]
             lines.append(f"| {' | '.join(cells)} |")
+        for device in case.get("memory_of_other_devices", ()):
+            lines += [
+                f"| {name}, engines' device | {phase} | {' | '.join(compared(memory, 1e9, '.1f'))} | - | - | - |"
+                for phase, memory in device.items()
+            ]
     return "\n".join(lines)
 
 

@@ -155,13 +155,20 @@ def settings(case: Case, overrides: list[str]) -> TrainConfig:
 
 
 def run_case(
-    case: Case, train: TrainConfig, folder: Path, logs: Path, profile: bool, stack: ExitStack
+    case: Case,
+    train: TrainConfig,
+    folder: Path,
+    logs: Path,
+    profile: bool,
+    stack: ExitStack,
+    *,
+    with_floor: bool = True,
 ) -> dict[str, Any]:
     """Start the policy, take the steps, and say what they cost."""
     config = MODELS[case.model] | ({"num_hidden_layers": case.num_layers} if case.num_layers else {})
     world, dp = Parallel.parse(train.parallel).world, Parallel.parse(train.parallel).dp
     tokens = sum(case.lengths) * case.microbatches * dp
-    floor = matmul_floor(config, sum(case.lengths)) if torch.cuda.is_available() else {}
+    floor = matmul_floor(config, sum(case.lengths)) if with_floor and torch.cuda.is_available() else {}
     begun = time.perf_counter()
     policy = start(ModelConfig(path=str(make_model(config, folder / "model")), random_init=True), train, logs, stack)
     start_s = time.perf_counter() - begun

@@ -2,8 +2,8 @@
 
 Each says which runs it was taken from: files of examples/benchmarks/results, on H200 with torch 2.11, Megatron-Core
 0.16.1 and Transformer Engine 2.20. `examples/benchmarks/preflight.py` compares predictions with all results, those of
-other runs included. They were frozen on 2026-11-23; the two about engines that sleep came a day later, from a file of
-before that.
+other runs included. They were frozen on 2026-11-25, before the cases FROZEN of preflight.py and recipes.py were
+measured: none of those gave a constant or a formula.
 """
 
 # Memory.
@@ -13,10 +13,14 @@ CONTEXT_BYTES = 700_000_000
 """CUDA's context and loaded kernels of one process, which torch does not see. Not measured here."""
 NCCL_BYTES = 1_000_000_000
 """NCCL's buffers of a rank with peers. Not measured here."""
-ALLOCATOR_FRACTION = 0.14
-"""Part of the tensors of a step by which torch's allocator reserves more: (145.3 - 135.6) / 71 of qwen3_4b. Elsewhere
-between 0.08 (qwen3_8b) and 0.49 (qwen3_30b_a3b_ep4, whose experts' tensors differ in size). It gives way under
-pressure."""
+LOGITS_AGAIN = 2
+"""Further blocks as large as the logits that torch's allocator reserves, because smaller tensors take places in the one
+that is free: a layer's after a forward pass, and moments, which first exist after the first backward pass. qwen3_4b
+and qwen3_4b_fp8: 9.7 GB for logits of 4.98; 1.2 of qwen3_8b, 1.7 to 2.6 of the cuts of qwen3_30b_a3b. It gives way
+under pressure."""
+LOGITS_AGAIN_ASLEEP = 1
+"""The same of a role that sleeps, whose moments come back before it works, or of adapters, whose moments are small:
+recipes grpo_4b (3.5 GB), lora_4b (4.4), ppo_1p7b (5.0) for logits of 4.98."""
 DETERMINISTIC_BYTES = 64
 """Bytes for each head and pair of tokens of a micro-batch that cuDNN's deterministic attention takes:
 qwen3_4b_deterministic, 7.9 GB at 2,048 tokens of 32 heads."""
@@ -76,10 +80,14 @@ L2_BYTES = 50_000_000
 """The cache between the device's memory and its processors: data sheets of H100 and H200."""
 PREFILL_EFFICIENCY = 0.62
 """Matrix products of prompts over their peak: vLLM in engines_qwen3_4b."""
-ENGINE_SLEEP_BANDWIDTH = 888e9
-"""Bytes a second that an engine gives back when it goes to sleep: vLLM in engines_qwen3_4b, 90.2 GB in 0.102 s."""
-ENGINE_WAKE_BANDWIDTH = 293e9
-"""Bytes a second that an engine takes again when it wakes: vLLM in engines_qwen3_4b, 90.2 GB in 0.308 s."""
+GIVE_BACK_BANDWIDTH = 888e9
+"""Bytes a second that a role gives back to the driver when it goes to sleep: vLLM in engines_qwen3_4b, 90.2 GB in 0.102
+s."""
+TAKE_BANDWIDTH = 293e9
+"""Bytes a second that a role takes again when it wakes: vLLM in engines_qwen3_4b, 90.2 GB in 0.308 s."""
+CALL_S = 0.055
+"""Seconds of a call to the ranks that no kernel explains: dividing the batch, its way there, the results' way back.
+Median of logprobs of qwen3_4b, qwen3_4b_fp8, qwen3_8b, qwen3_8b_1gpu, 4b_mlp and 4b_uniform, 0.026 to 0.082."""
 SYNC_LATENCY_S = 0.02
 """Seconds of a weight sync that no byte explains: weight_sync_30b_split and weight_sync_30b_ep2."""
 SYNC_EFFICIENCY = 0.95

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rlframe.cluster.roles import ENGINES
-from rlframe.run.preflight import constants, seconds
+from rlframe.run.preflight import seconds
 from rlframe.run.preflight.advice import advise
 from rlframe.run.preflight.layouts import Layout, quoted
 from rlframe.run.preflight.parts import DeviceMemory, Phase
@@ -136,9 +136,8 @@ def _fits(plan: Plan, given: int | None) -> Iterator[str]:
 
 
 def allocator_bytes(plan: Plan) -> float:
-    """Returns what torch's allocator reserves beyond the tensors of a step, from fragments."""
-    work = plan.trainer.process().work[Phase.TRAIN]
-    return constants.ALLOCATOR_FRACTION * sum(part.bytes for part in work)
+    """Returns what torch's allocator reserves beyond the tensors of a step."""
+    return sum(part.again for part in plan.trainer.process().work[Phase.TRAIN])
 
 
 def _seconds(plan: Plan) -> Iterator[str]:

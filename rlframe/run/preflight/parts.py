@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rlframe.run.preflight import constants
-
 
 class Phase(StrEnum):
     """The phases of a step that differ in what devices hold."""
@@ -28,6 +26,8 @@ class Part:
     measured: bool = True
     """Whether it follows from sizes or measurements. Otherwise only its order of magnitude is known, and no run is
     refused for it."""
+    again: float = 0.0
+    """Bytes that torch's allocator reserves besides, see constants.LOGITS_AGAIN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +54,13 @@ class Process:
         return (*self.resident, Part("kept by torch's allocator for the next step", cached))
 
     def reserved_at(self, phase: Phase) -> float:
-        """Returns the bytes that the device counts as taken in a phase. Where torch's allocator keeps memory, it has
-        reserved more than the tensors of the work, from fragments, and gives back what it has only when the process
-        sleeps, or under pressure."""
+        """Returns the bytes that the device counts as taken in a phase. Torch's allocator gives back what it has
+        reserved only when the process sleeps, or under pressure."""
         works = phase in self.work
         if not self.keeps or (self.asleep is not None and not works):
             return total(self.at(phase))
-        most = self.work[phase] if self.asleep is not None else max(self.work.values(), key=total, default=())
-        return total(self.resident) + (1 + constants.ALLOCATOR_FRACTION) * total(most)
+        most = self.work[phase] if self.asleep is not None else max(self.work.values(), key=reserved, default=())
+        return reserved((*self.resident, *most))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,3 +106,8 @@ class DeviceMemory:
 def total(parts: Iterable[Part]) -> float:
     """Returns the bytes of all parts."""
     return sum(part.bytes for part in parts)
+
+
+def reserved(parts: Iterable[Part]) -> float:
+    """Returns the bytes that torch's allocator reserves for all parts."""
+    return sum(part.bytes + part.again for part in parts)

@@ -304,14 +304,14 @@ class Plan:
         if forward:
             # The reference's weights go there and back.
             found["logprobs"] = forward * one_pass + 2 * self.reference_bytes / constants.REFERENCE_BANDWIDTH
-        found["train"] = self.update_seconds
+        found["train"] = self.update_seconds + constants.CALL_S
         found["train"] += one_pass if self.algorithm.needs_entropies else 0.0
         if self.critic_trainer:
             division = divide(self.workload, self.run.critic_train)
             critic = self.timed(self.critic_trainer, division)
             # Values of the batch, then its updates.
             found["critic"] = self._over_batch(critic, division, self.run.critic_train)
-            found["critic"] += division.updates * critic.optimizer_step()
+            found["critic"] += division.updates * critic.optimizer_step() + constants.CALL_S
         for phase, changing in turns.changes(self._turns(found), self._sleepers()).items():
             found[phase] += changing
         return found
@@ -324,7 +324,7 @@ class Plan:
     @staticmethod
     def _over_batch(timed: seconds.TrainerSeconds, division: Division, train: TrainConfig) -> float:
         """Returns the seconds of one forward pass over the batch, whose parts are those of the optimizer steps."""
-        return division.updates / train.epochs_per_batch * timed.passes(backward=False)
+        return division.updates / train.epochs_per_batch * timed.passes(backward=False) + constants.CALL_S
 
     def _turns(self, phases: Iterable[str]) -> Iterator[turns.Turn]:
         """Yields who works when in a step, see loops/online.py."""

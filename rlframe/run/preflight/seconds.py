@@ -179,6 +179,7 @@ class TrainerSeconds:
             for each in activations.layer(memory.architecture, kernels, parallel, kind)
         )
         moved = kept * constants.PASSES * times / 3 * share / speeds.memory
+        moved += self._adapters(stage.layers, share, again, backward=backward)
         # By chunks the logits are computed again, and only they: a layer's recomputation is in `times` already.
         head_times = 4.0 if backward and memory.chunk else times
         experts = share * count.experts * weight_free / (flops * constants.EXPERT_EFFICIENCY)
@@ -191,6 +192,19 @@ class TrainerSeconds:
             launches=self._launches(len(stage.layers), sparse, again, backward=backward),
             expert_launches=self._expert_launches(sparse, experts / times) if backward else 0.0,
         )
+
+    def _adapters(self, layers: tuple[int, ...], share: float, again: float, *, backward: bool) -> float:
+        """Returns the seconds in which the low-rank products of a micro-batch move bytes; their operations are few.
+
+        Forward an adapter reads its input, writes what it adds, and adds: two reads, one write. Backward both halves
+        read the gradient of the output, A reads the input, whose gradient is written and added.
+        """
+        if (lora := self.memory.train.lora) is None:
+            return 0.0
+        widths = [self.memory.counter.adapter_widths(lora, layer) for layer in layers]
+        inputs, outputs = (sum(values) for values in zip(*widths, strict=True))
+        numbers = (1 + again) * (inputs + 4 * outputs) + ((5 * inputs + 2 * outputs) if backward else 0.0)
+        return numbers * self.memory.itemsize * share / self.speeds.memory
 
     def _sorting(self, share: float) -> float:
         shape = self.memory.architecture

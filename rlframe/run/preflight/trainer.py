@@ -130,7 +130,7 @@ class TrainerMemory:
         # The output layer's gradients exist while all activations do; a layer that is recomputed has them no more.
         if sum(end) + head_gradient >= kept.working:
             yield Part("activations", kept.kept)
-            yield Part("logits", end[0])
+            yield self._logits(end[0])
             yield Part("input of the output layer", end[1])
             yield Part("gradient of the output layer", head_gradient)
         else:
@@ -222,8 +222,12 @@ class TrainerMemory:
             self.architecture, self.train, stage.layers[:1], tokens=self.tokens, cuda=self.cuda
         ).working
         yield Part("activations of the layers at work", max(working, norm))
-        yield Part("logits", logits)
+        yield self._logits(logits)
         yield from self._masks(stage)
+
+    def _logits(self, size: float) -> Part:
+        once = self.train.offload_optimizer or self.train.lora
+        return Part("logits", size, again=size * (constants.LOGITS_AGAIN_ASLEEP if once else constants.LOGITS_AGAIN))
 
 
 def peak(process: Process) -> float:

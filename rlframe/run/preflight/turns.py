@@ -50,26 +50,31 @@ def changes(turns: Iterable[Turn], sleepers: Mapping[str, Sleeper]) -> dict[str,
 
 
 def of_trainer(memory: TrainerMemory) -> Sleeper:
-    """Returns the times of a role that trains: main weights and moments over the host's link, each way."""
-    kept = 0.0
+    """Returns the times of a role that trains: main weights and moments over the host's link, each way; and their
+    memory and that of gradients, given back and taken again."""
+    kept = taken = 0.0
     for stage in memory.stages():
         states = {part.name: part.bytes for part in memory.states(stage)}
-        kept = max(kept, states.get("main weights", 0.0) + states["moments"])
-    return Sleeper(sleep_s=kept / constants.HOST_BANDWIDTH, wake_s=kept / constants.HOST_BANDWIDTH)
+        moved = states.get("main weights", 0.0) + states["moments"]
+        kept, taken = max(kept, moved), max(taken, moved + states["gradients"])
+    copied = kept / constants.HOST_BANDWIDTH
+    return Sleeper(
+        sleep_s=copied + taken / constants.GIVE_BACK_BANDWIDTH, wake_s=copied + taken / constants.TAKE_BANDWIDTH
+    )
 
 
 def of_engine(memory: EngineMemory) -> Sleeper:
     """Returns the times of an engine, whose weights wake for the sync already: see `weights_wake`."""
     given_back = memory.weights_bytes + memory.cache_bytes
     return Sleeper(
-        sleep_s=given_back / constants.ENGINE_SLEEP_BANDWIDTH + weights_copy(memory),
-        wake_s=memory.cache_bytes / constants.ENGINE_WAKE_BANDWIDTH,
+        sleep_s=given_back / constants.GIVE_BACK_BANDWIDTH + weights_copy(memory),
+        wake_s=memory.cache_bytes / constants.TAKE_BANDWIDTH,
     )
 
 
 def weights_wake(memory: EngineMemory) -> float:
     """Returns the seconds in which the weights of an engine asleep get their memory again, before a sync."""
-    return memory.weights_bytes / constants.ENGINE_WAKE_BANDWIDTH + weights_copy(memory)
+    return memory.weights_bytes / constants.TAKE_BANDWIDTH + weights_copy(memory)
 
 
 def weights_copy(memory: EngineMemory) -> float:

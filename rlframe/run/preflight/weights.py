@@ -71,6 +71,7 @@ class Counter:
         """
         self.family, self.architecture, self.frozen_mtp = family, architecture, frozen_mtp
         self._parts: dict[tuple[int, int, int, str | LayerKind], tuple[int, int, int]] = {}
+        self._widths: dict[tuple[str, LayerKind], tuple[float, float]] = {}
         self._tensors: dict[str, tuple[int, ...]] | None = None
 
     @property
@@ -184,6 +185,24 @@ class Counter:
             adapted += math.prod(shape) // ranks
             experts, dense = (experts + size, dense) if in_experts else (experts, dense + size)
         return dense, experts, adapted
+
+    def adapter_widths(self, lora: LoraConfig, layer: int) -> tuple[float, float]:
+        """Returns the numbers of a token that the adapters of a layer read, and those that they add to. What Megatron
+        keeps in one weight is read once. An expert counts for the tokens that it gets."""
+        key = (str(lora), kind_of(self.architecture, layer))
+        if key not in self._widths:
+            shape, inputs, outputs = self.architecture, dict[str, float](), 0.0
+            for name, (rows, columns) in self._matrices(layer):
+                module, in_experts = name.removesuffix(".weight"), ".experts." in name
+                if not takes(lora, module) or (in_experts and not lora.experts):
+                    continue
+                chosen = shape.experts_per_token / shape.num_experts if in_experts else 1.0
+                parent, _, last = module.rpartition(".")
+                fused = next((each for each, parts in MODULES.items() if last in parts), last)
+                inputs[f"{parent}.{fused}"] = columns * chosen
+                outputs += rows * chosen
+            self._widths[key] = (sum(inputs.values()), outputs)
+        return self._widths[key]
 
     def _matrices(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, shape in self.tensors.items():

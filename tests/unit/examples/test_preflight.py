@@ -30,8 +30,11 @@ def test_the_stored_comparison_is_that_of_the_present_arithmetic() -> None:
 def test_cases_to_be_measured_are_valid_and_fit_the_device() -> None:
     from models_by_size import MODELS
 
-    for name, case in preflight.UNSEEN.items():
-        train = preflight.build(preflight.TrainConfig, {"max_tokens_per_microbatch": 16384} | case["train"])
-        config = MODELS[case["model"]] | ({"num_hidden_layers": case["num_layers"]} if "num_layers" in case else {})
-        found = preflight.predict(config, train, [16384], case.get("microbatches", 2))
-        assert found.memory_bytes < preflight.KINDS["h200"].memory_bytes, name
+    for device, cases in (("h200", preflight.UNSEEN), ("h100", preflight.FROZEN)):
+        for name, case in cases.items():
+            lengths = list(case.get("lengths", [16384]))
+            train = preflight.build(preflight.TrainConfig, {"max_tokens_per_microbatch": sum(lengths)} | case["train"])
+            config = MODELS[case["model"]] | ({"num_hidden_layers": case["num_layers"]} if "num_layers" in case else {})
+            accelerator = preflight.KINDS[device]
+            found = preflight.predict(config, train, lengths, case.get("microbatches", 2), accelerator)
+            assert found.memory_bytes < accelerator.memory_bytes, name

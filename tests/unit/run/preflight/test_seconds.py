@@ -124,6 +124,22 @@ def test_muon_adds_the_products_that_orthogonalise_shared_by_the_ranks_of_a_stag
     assert two[1] - two[0] == pytest.approx((products - saved) / 2)
 
 
+def test_adapters_move_their_inputs_and_outputs(tmp_path: Path) -> None:
+    settings = ("train.recompute=full", "train.lora.rank=32", "train.max_tokens_per_microbatch=16384")
+    found = planned(tmp_path / "a", QWEN3_4B, *settings)
+    (stage,) = found.trainer.stages()
+    with_adapters = found.timed(found.trainer, found.division)
+    without = replace(with_adapters, memory=replace(found.trainer, train=replace(found.run.train, lora=None)))
+    # Four weights a layer: queries, keys and values in one, the projection, gate and up in one, down.
+    inputs = 36 * (2560 + 4096 + 2560 + 9728)
+    outputs = 36 * (4096 + 2 * 1024 + 2560 + 2 * 9728 + 2560)
+    numbers = {False: inputs + 4 * outputs, True: 2 * (inputs + 4 * outputs) + 5 * inputs + 2 * outputs}
+    for backward, count in numbers.items():
+        own, other = (each.one_pass(stage, backward=backward).elementwise for each in (with_adapters, without))
+        expected = 2 * with_adapters.tokens * count / with_adapters.speeds.memory
+        assert own - other == pytest.approx(expected)
+
+
 def test_heads_and_host_copies_of_a_long_sequence_take_the_links_time(tmp_path: Path) -> None:
     settings = ("train.parallel=c4", "train.recompute=full", "train.max_tokens_per_microbatch=32768")
     found = planned(tmp_path / "a", QWEN3_4B, *settings)

@@ -9,7 +9,6 @@ import pytest
 
 from tests.meta.checkout import ROOT
 
-
 FILES = {
     "weight_sync/interpreted/kernels.py": "triton",
     "megatron/vocab/interpreted/vocab.py": "triton",

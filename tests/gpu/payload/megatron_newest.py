@@ -2,9 +2,9 @@
 
     python tests/gpu/payload/megatron_newest.py OUT
 
-writes OUT/part0, a tar of two folders that go on PYTHONPATH before the packages that the host has, and OUT/versions.json.
-`extras` has flash-linear-attention's kernels, one configuration of each (below), and what the tests import; `newest` has
-Megatron-Core. The host has Python 3.12 on x86-64.
+writes OUT/part0, a tar of two folders that go on PYTHONPATH before the packages that the host has, and
+OUT/versions.json. `extras` has flash-linear-attention's kernels, one configuration of each (below), and what the tests
+import; `newest` has Megatron-Core. The host has Python 3.12 on x86-64.
 
     mkdir -p ~/overlay && tar xJf part0 -C ~/overlay
     PYTHONPATH=~/overlay/extras:~/site ...                       (its own Megatron-Core)

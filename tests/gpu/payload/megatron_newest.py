@@ -10,7 +10,7 @@ import; `newest` has Megatron-Core. The host has Python 3.12 on x86-64.
     PYTHONPATH=~/overlay/extras:~/site ...                       (its own Megatron-Core)
     PYTHONPATH=~/overlay/newest:~/overlay/extras:~/site ...      (the newest)
 
-Triton would compile about 130 configurations of flash-linear-attention's kernels and time them, at the first step of
+Triton would compile about 140 configurations of flash-linear-attention's kernels and time them, at the first step of
 every process. With FLA_CACHE_MODE=default and FLA_CONFIG_DIR=~/overlay/extras/configs it takes those of CONFIGS, which
 are of the ones that it would try on Hopper and are not tuned.
 """

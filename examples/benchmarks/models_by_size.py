@@ -28,6 +28,29 @@ QWEN3_MOE = QWEN3 | {
     "mlp_only_layers": [],
     "tie_word_embeddings": False,
 }
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 262144,
+    "attention_bias": False,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "vocab_size": 248320,
+    "tie_word_embeddings": False,
+    # Without the head that predicts a second token, as training leaves it out by default.
+    "mtp_num_hidden_layers": 0,
+}
+QWEN3_5_MOE = QWEN3_5 | {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_1p7b": QWEN3
     | {
@@ -121,6 +144,25 @@ MODELS: dict[str, dict[str, Any]] = {
         # Without the layer that predicts a second token, which no engine here samples with.
         "num_nextn_predict_layers": 0,
     },
+    "qwen3_5_9b": QWEN3_5
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+    },
+    "qwen3_5_35b_a3b": QWEN3_5_MOE
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
     "smollm2_135m": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -162,6 +204,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "num_experts": 16,
         "num_experts_per_tok": 4,
+        "vocab_size": 1000,
+    },
+    "tiny_qwen3_5_moe": QWEN3_5_MOE
+    | {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
         "vocab_size": 1000,
     },
 }

@@ -66,6 +66,9 @@ PEAK_FLOPS = 989e12
 """bfloat16, dense, of one H100 or H200 by its data sheet."""
 LENGTHS = (8192, 4096, 2048, 1024, 512, 512)
 """Tokens of the sequences of one micro-batch: 16,384."""
+LENGTHS_8K = (4096, 2048, 1024, 512, 256, 256)
+LENGTHS_12K = (6144, 3072, 1536, 768, 384, 384)
+"""The same, scaled, where memory asks."""
 SHORT = (1024, 1024)
 """For deterministic mode: on Hopper cuDNN's deterministic attention (9.19) of packed sequences takes memory for
 sequences * heads * (tokens of the micro-batch)^2 floats; at 16,384 tokens it asked for 512 GiB."""
@@ -115,6 +118,18 @@ CASES = {
         model="qwen3_30b_a3b", num_layers=24, train=bf16_moments(**block(14), parallel="d2|ffn:d1t1e2")
     ),
     "qwen3_30b_a3b_ep4": Case(model="qwen3_30b_a3b", train=bf16_moments(**block(40), parallel="d4|ffn:d1t1e4")),
+    # Whole intervals of three gated delta nets and one attention layer.
+    "qwen3_5_9b_cut": Case(model="qwen3_5_9b", num_layers=12, train=bf16_moments()),
+    "qwen3_5_35b_a3b_cut": Case(model="qwen3_5_35b_a3b", num_layers=8, train=bf16_moments()),
+    "qwen3_5_9b_80gb": Case(model="qwen3_5_9b", num_layers=8, train=bf16_moments(), lengths=LENGTHS_8K, microbatches=4),
+    "qwen3_5_35b_a3b_80gb": Case(
+        model="qwen3_5_35b_a3b", num_layers=4, train=bf16_moments(), lengths=LENGTHS_12K, microbatches=3
+    ),
+    # On 80 GB, to compare releases with.
+    "qwen3_4b_80gb": Case(model="qwen3_4b", train=bf16_moments(**block(30))),
+    "qwen3_8b_80gb": Case(model="qwen3_8b", num_layers=12, train=bf16_moments(**block(4))),
+    "qwen3_30b_a3b_80gb": Case(model="qwen3_30b_a3b", num_layers=5, train=bf16_moments()),
+    "tiny_qwen3_5": Case(model="tiny_qwen3_5_moe", train={"dtype": "float32"}, lengths=(96, 32)),
     "tiny": Case(model="tiny_moe", train={"dtype": "float32"}, lengths=(96, 32)),
 }
 
@@ -280,7 +295,7 @@ def matmul_floor(config: dict[str, Any], tokens: int) -> dict[str, float]:
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     packages = {}
-    for name in ("torch", "megatron-core", "transformer-engine", "triton", "ray"):
+    for name in ("torch", "megatron-core", "transformer-engine", "triton", "fla-core", "ray"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

@@ -1,5 +1,6 @@
 """What `train_step.py` measures with: FLOP counts, the speed of plain matrix products, and kernels by group."""
 
+import importlib
 import json
 import re
 import sys
@@ -10,10 +11,14 @@ from typing import Any
 
 import torch
 
+from rlframe.models.hub import FAMILIES
+from rlframe.run.preflight.seconds import mean_length, training_operations
+
 GROUPS = (
     ("communication", r"nccl|all_?gather|reduce_scatter|all_?reduce|gloo|c10d"),
-    ("loss", r"^_statistics|^_gradient"),
+    ("loss", r"^_statistics|^_gradient$"),
     ("attention", r"sdpa|fmha|flash|attention|fused_attn"),
+    ("gated delta net", r"delta|wy_repr|recompute_w_u|causal_conv1d|cumsum_scalar|chunk_(fwd|bwd)|l2norm|norm_gated"),
     ("optimizer", r"[aA]dam|multi_tensor|foreach"),
     ("norms", r"norm_(fwd|bwd)|rmsnorm|layernorm|rms_norm|Norm"),
     ("rotary", r"rope|rotary|Rotary"),
@@ -26,32 +31,49 @@ GROUPS = (
 
 
 def flops_per_token(config: dict[str, Any], lengths: Sequence[int]) -> float:
-    """Forward and backward of one real token: see train_step.py; a router counts with its h * E."""
+    """Forward and backward of one real token: see train_step.py; a router counts with its h * E. Models with gated
+    delta nets are counted by preflight, `training_operations`."""
+    if config.get("linear_num_key_heads"):
+        family = importlib.import_module(f"{FAMILIES}.{config['model_type']}").FAMILY
+        return training_operations(family.architecture(config), mean_length=mean_length(list(lengths)))
     hidden, heads, kv = (config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     head = config["head_dim"]
-    mean_square = sum(length**2 for length in lengths) / sum(lengths)
-    mlp = 3 * hidden * config["intermediate_size"]
+    mlp = 3 * hidden * config.get("intermediate_size", 0)
     if experts := config.get("num_experts"):
         mlp = 3 * hidden * config["moe_intermediate_size"] * config["num_experts_per_tok"] + hidden * experts
-    layer = 2 * (2 * hidden * heads * head + 2 * hidden * kv * head) + 2 * mlp + 2 * mean_square * heads * head
+    seen = 2 * mean_length(list(lengths)) * heads * head
+    layer = 2 * (2 * hidden * heads * head + 2 * hidden * kv * head) + 2 * mlp + seen
     return 3 * (config["num_hidden_layers"] * layer + 2 * hidden * config["vocab_size"])
 
 
 def products(config: dict[str, Any], tokens: int) -> list[tuple[int, int, int, int]]:
     """(times, rows, inner, columns) of the forward matrix products of a micro-batch of `tokens`, all its experts."""
     hidden, heads, kv = (config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    layers, head = config["num_hidden_layers"], config["head_dim"]
-    shapes = [
-        (layers, tokens, hidden, (heads + 2 * kv) * head),
-        (layers, tokens, heads * head, hidden),
-        (1, tokens, hidden, config["vocab_size"]),
+    layers, head, nets, gates = config["num_hidden_layers"], config["head_dim"], 0, 0
+    shapes = [(1, tokens, hidden, config["vocab_size"])]
+    if keys := config.get("linear_num_key_heads"):
+        # Of each four layers three have a gated delta net, and the fourth a gate for each number of its queries.
+        nets, gates = layers - layers // config["full_attention_interval"], heads
+        values = config["linear_num_value_heads"]
+        outputs = values * config["linear_value_head_dim"]
+        inputs = 2 * keys * config["linear_key_head_dim"] + 2 * outputs + 2 * values
+        shapes += [(nets, tokens, hidden, inputs), (nets, tokens, outputs, hidden)]
+    attention = layers - nets
+    shapes += [
+        (attention, tokens, hidden, (heads + gates + 2 * kv) * head),
+        (attention, tokens, heads * head, hidden),
     ]
-    width, times, rows = config["intermediate_size"], layers, tokens
     if experts := config.get("num_experts"):
-        # All experts of a layer, each with its even share of the tokens.
-        width, times = config["moe_intermediate_size"], layers * experts
-        rows = tokens * config["num_experts_per_tok"] // experts
-    return [*shapes, (times, rows, hidden, 2 * width), (times, rows, width, hidden)]
+        # All experts of a layer, each with its even share of the tokens, and the one that all tokens share.
+        width, rows = config["moe_intermediate_size"], tokens * config["num_experts_per_tok"] // experts
+        mlps = [(layers * experts, rows, width)]
+        if shared := config.get("shared_expert_intermediate_size"):
+            mlps.append((layers, tokens, shared))
+    else:
+        mlps = [(layers, tokens, config["intermediate_size"])]
+    for times, rows, width in mlps:
+        shapes += [(times, rows, hidden, 2 * width), (times, rows, width, hidden)]
+    return shapes
 
 
 def matmul_floor(config: dict[str, Any], tokens: int) -> dict[str, float]:

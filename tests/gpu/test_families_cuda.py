@@ -3,6 +3,8 @@
 Needs one GPU; two for the gradient norm under tensor parallelism.
 """
 
+import importlib
+import inspect
 import pathlib
 from typing import Any
 
@@ -27,6 +29,15 @@ WIDTHS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(LATENT, {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}),
     "gpt_oss": {"head_dim": 64},
 }
+
+
+@pytest.fixture(autouse=True)
+def plain_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers calls flash-linear-attention where it is installed. What is compared with has no such kernel."""
+    for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        plain = inspect.unwrap(module.torch_chunk_gated_delta_rule)
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", plain)
 
 
 def on_gpu(rank: int, init_method: str, folder: str, layout: str) -> dict[str, Any]:

@@ -9,10 +9,18 @@ import pytest
 
 from tests.meta.checkout import ROOT
 
+FILES = {
+    "weight_sync/interpreted/kernels.py": "triton",
+    "megatron/vocab/interpreted/vocab.py": "triton",
+    "megatron/packed/interpreted/delta.py": "fla",
+}
+"""And the module that each needs, which needs Triton."""
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("file", ["weight_sync/interpreted/kernels.py", "megatron/vocab/interpreted/vocab.py"])
+
+@pytest.mark.parametrize("file", FILES)
 def test_kernels_through_tritons_interpreter(file: str) -> None:
+    if importlib.util.find_spec(FILES[file]) is None:
+        pytest.skip(f"{FILES[file]} is not installed")
     path = ROOT / "tests/unit" / file
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", str(path)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)

@@ -1,5 +1,5 @@
-"""The gated delta rule and the convolution before it, over packed sequences. No state passes from one sequence to the
-next.
+"""The gated delta rule, the convolution before it and the norm after it, over packed sequences. No state passes from one
+sequence to the next.
 
 Source: Yang et al. 2024, arXiv 2412.06464, sections 3.1 and 3.3. A head has a state S [key dim, value dim], zero before
 a sequence. A token with key k, value v, query q, decay a <= 0 and learning rate b does
@@ -7,68 +7,68 @@ a sequence. A token with key k, value v, query q, decay a <= 0 and learning rate
 ' being transposition. A chunk of 64 tokens is computed at once, and the chunks of a sequence one after the other.
 """
 
-import logging
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOG = logging.getLogger(__name__)
+from rlframe.megatron.packed import delta_kernels
+
 CHUNK = 64
 NORM_EPS = 1e-6
 """Epsilon of the norms of queries and keys, as in the kernels and in transformers."""
 
 
 def convolve(values: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Returns [T, C] the causal convolution of each channel over each sequence, before which all is zero.
+    """Returns [T, C] SiLU of the causal convolution of each channel over each sequence, before which all is zero.
 
     Args:
         values: [T, C].
         weight: [C, width].
         cu_seqlens: [R + 1] bounds of the sequences.
     """
+    if kernels := _kernels(values):
+        return kernels.convolve(values, weight, cu_seqlens)
     gap = weight.shape[-1] - 1
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
     # Each sequence is moved behind `gap` rows of zeros.
     rows = torch.arange(len(values), device=values.device) + gap * (sequence + 1)
     spread = values.new_zeros(len(values) + gap * len(lengths), values.shape[1]).index_copy(0, rows, values)
-    return F.conv1d(spread.t()[None], weight[:, None], groups=len(weight))[0].t()[rows - gap]
+    return F.silu(F.conv1d(spread.t()[None], weight[:, None], groups=len(weight))[0].t()[rows - gap])
 
 
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """Returns [T, heads, value dim] the output of each token. Queries and keys are brought to length 1 first.
+    """Returns [T, value heads, value dim] the output of each token. Queries and keys are brought to length 1 first.
 
     On CUDA it is flash-linear-attention's kernel if that is installed, else `chunked`.
 
     Args:
-        query: [T, heads, key dim], as key.
-        value: [T, heads, value dim].
-        decay: [T, heads] float32, at most 0.
-        rate: [T, heads] from 0 to 1.
+        query: [T, key heads, key dim], as key. Each serves as many consecutive value heads.
+        value: [T, value heads, value dim].
+        decay: [T, value heads] float32, at most 0.
+        rate: [T, value heads] from 0 to 1.
         cu_seqlens: [R + 1] bounds of the sequences.
     """
-    kernel = _kernel() if query.is_cuda else None
-    if kernel is None:
-        return chunked(query, key, value, decay, rate, cu_seqlens)
-    tokens = (part[None].contiguous() for part in (query, key, value, decay, rate))
-    output, _ = kernel(*tokens, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens.long())
-    return output[0]
+    if kernels := _kernels(query):
+        return kernels.gated_delta_rule(query, key, value, decay, rate, cu_seqlens)
+    query, key = (part.repeat_interleave(value.shape[1] // key.shape[1], dim=1) for part in (query, key))
+    return chunked(query, key, value, decay, rate, cu_seqlens)
 
 
-@cache
-def _kernel() -> Any:
-    """Returns the kernel of flash-linear-attention, which is an optional dependency, or None, which is said once."""
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: PLC0415 - optional
-    except ImportError:
-        LOG.warning("flash-linear-attention is not installed: gated delta nets are computed in plain PyTorch, slowly")
-        return None
-    return chunk_gated_delta_rule
+def gated_norm(output: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns [T, value heads, value dim] each head normalised, times the weight, times SiLU of its gate."""
+    if kernels := _kernels(output):
+        return kernels.gated_norm(output, gate, weight, eps)
+    normed = F.rms_norm(output.float(), (output.shape[-1],), None, eps).to(output.dtype)
+    return (weight * normed * F.silu(gate.float())).to(output.dtype)
+
+
+def _kernels(tensor: Tensor) -> delta_kernels.Kernels | None:
+    return delta_kernels.load() if tensor.is_cuda else None
 
 
 class Chunks(NamedTuple):
@@ -95,7 +95,7 @@ class Chunks(NamedTuple):
 
 
 def chunked(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Returns `gated_delta_rule` in plain PyTorch, computed in float32.
+    """Returns `gated_delta_rule` of as many key as value heads in plain PyTorch, computed in float32.
 
     In a chunk let D be the running sum of the decays. With w_i = b_i (v_i - S' k_i), S the state before token i, the
     state after it is exp(D_i) S_0 + sum over j <= i of exp(D_i - D_j) k_j w_j'. The w solve the triangular system

@@ -150,24 +150,28 @@ def _latent(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
 
 
 def _gated_delta_net(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
-    """Yields the rows of a gated delta net: on CUDA those of flash-linear-attention's kernel, not measured, else those
-    of packed/gated_delta_rule.py."""
+    """Yields the rows of a gated delta net: on CUDA those of flash-linear-attention's kernels, from what their
+    functions save (fla-core 0.6; not measured), else those of packed/gated_delta_rule.py."""
     net, size = architecture.gated_delta_net, kernels.itemsize
     assert net is not None
     heads = net.num_value_heads
     keys, values = heads * net.key_head_dim, heads * net.value_head_dim
     channels = net.num_key_heads * net.conv_channels
     inputs = net.num_key_heads * net.projected * size
-    yield Saved("channels before and after the convolution", Place.CORE, 2 * channels * size, inputs)
-    yield Saved("decays, rates and lengths of keys", Place.CORE, 10 * heads * FLOAT32)
     if kernels.cuda:
-        yield Saved("queries, keys and values of the chunks", Place.CORE, (2 * keys + values) * size)
+        yield Saved("channels before the convolution", Place.CORE, channels * size, inputs)
+        # Queries and keys are not repeated for the value heads that they serve.
+        yield Saved("queries, keys and values", Place.CORE, channels * size)
+        yield Saved("decays, rates, lengths, and the scales of the norm", Place.CORE, 6 * heads * FLOAT32)
         yield Saved("products of the keys in a chunk", Place.CORE, heads * CHUNK * size)
+        yield Saved("outputs and gates", Place.CORE, 2 * values * size)
     else:
+        yield Saved("channels before and after the convolution", Place.CORE, 2 * channels * size, inputs)
+        yield Saved("decays, rates and lengths of keys", Place.CORE, 10 * heads * FLOAT32)
         yield Saved("queries and keys", Place.CORE, (11 * keys + 4 * values) * FLOAT32)
         yield Saved("products of queries and keys in a chunk", Place.CORE, 6 * heads * CHUNK * FLOAT32)
         yield Saved("states before each chunk", Place.CORE, keys * net.value_head_dim / CHUNK * 2 * FLOAT32)
-    yield Saved("outputs, norms and gates", Place.CORE, values * (3 * FLOAT32 + 2 * size))
+        yield Saved("outputs, norms and gates", Place.CORE, values * (3 * FLOAT32 + 2 * size))
     yield Saved("input of the projection", Place.ATTENTION, values * kernels.input_size)
 
 

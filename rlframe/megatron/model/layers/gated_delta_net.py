@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor
 
 from rlframe.megatron.packed.context_parallel import heads_to_tokens, tokens_to_heads
-from rlframe.megatron.packed.gated_delta_rule import convolve, gated_delta_rule
+from rlframe.megatron.packed.gated_delta_rule import convolve, gated_delta_rule, gated_norm
 from rlframe.models.families.base import GatedDeltaNetDimensions
 
 SPLIT_BY_HEADS = ("conv_weight", "dt_bias", "A_log")
@@ -123,18 +123,13 @@ class GatedDeltaNet(MegatronModule):
         mixed, gate, rate, step = inputs.split(
             [self.channels, values, self.values_per_key, self.values_per_key], dim=-1
         )
-        mixed = F.silu(convolve(mixed.flatten(1), conv, bounds)).unflatten(1, (-1, self.channels))
+        mixed = convolve(mixed.flatten(1), conv, bounds).unflatten(1, (-1, self.channels))
         query, key, value = mixed.split([self.key_dim, self.key_dim, values], dim=-1)
-        query, key = (part.repeat_interleave(self.values_per_key, dim=1) for part in (query, key))
         decay = -decays.float().exp() * F.softplus(step.flatten(1).float() + biases)
         value, gate = (part.unflatten(-1, (-1, self.value_dim)).flatten(1, 2) for part in (value, gate))
         output = gated_delta_rule(query, key, value, decay, rate.flatten(1).sigmoid(), bounds)
-        return self.gated_norm(output, gate).unflatten(1, (-1, self.values_per_key)).flatten(2)
-
-    def gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
-        """Returns [T, value heads, value dim] each head normalised, times the weight, times its gate."""
-        normed = F.rms_norm(output.float(), (self.value_dim,), None, self.config.layernorm_epsilon).to(output.dtype)
-        return (self.norm_weight * normed * F.silu(gate.float())).to(output.dtype)
+        normed = gated_norm(output, gate, self.norm_weight, self.config.layernorm_epsilon)
+        return normed.unflatten(1, (-1, self.values_per_key)).flatten(2)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

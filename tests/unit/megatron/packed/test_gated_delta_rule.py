@@ -75,6 +75,14 @@ def test_chunks_of_longer_sequences_come_first() -> None:
     assert chunks.present.sum(1).tolist() == [CHUNK, 3, 1]
 
 
+def test_a_key_head_serves_consecutive_value_heads() -> None:
+    query, key, value, decay, rate = inputs()
+    heads = [0, 0, 1, 1]
+    value, decay, rate = (part[:, [0, 1, 2, 0]] for part in (value, decay, rate))
+    expected = gated_delta_rule(query[:, heads], key[:, heads], value, decay, rate, bounds())
+    torch.testing.assert_close(gated_delta_rule(query[:, :2], key[:, :2], value, decay, rate, bounds()), expected)
+
+
 def test_the_convolution_is_that_of_each_sequence_behind_zeros() -> None:
     generator = torch.Generator().manual_seed(5)
     values, weight = torch.randn(TOKENS, 6, generator=generator), torch.randn(6, 4, generator=generator)
@@ -82,4 +90,5 @@ def test_the_convolution_is_that_of_each_sequence_behind_zeros() -> None:
         sum(F.pad(rows, (0, 0, shift, 0))[: len(rows)] * weight[:, 3 - shift] for shift in range(4))
         for rows in values.split(LENGTHS)
     ]
-    torch.testing.assert_close(convolve(values, weight, bounds()), torch.cat(expected), atol=1e-5, rtol=1e-5)
+    found = convolve(values, weight, bounds())
+    torch.testing.assert_close(found, F.silu(torch.cat(expected)), atol=1e-5, rtol=1e-5)

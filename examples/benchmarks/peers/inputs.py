@@ -1,0 +1,100 @@
+"""What all sides of step_vs_peers.py read: one model folder with random weights, prompts, and lengths of responses."""
+
+import json
+import multiprocessing
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from async_rl_engine import draw_length
+from models_by_size import MODELS, make_model
+from recipes import words
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["\n", "<|im_end|>"]
+"""Tokens that verl asks a tokenizer of a Qwen model for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The shape of a step."""
+
+    prompts: int
+    group: int = 8
+    prompt_tokens: int
+    response_tokens: int
+    """Tokens of every response, or of the longest one."""
+    mean_tokens: float = 0.0
+    """Mean of the lognormal distribution of response lengths, before they are cut off. 0: all have response_tokens."""
+    sigma: float = 1.0
+
+    @property
+    def responses(self) -> int:
+        """The number of responses of a step."""
+        return self.prompts * self.group
+
+    @property
+    def sequence_tokens(self) -> int:
+        """The most tokens of a sequence. A chat template may add a few."""
+        return self.prompt_tokens + self.response_tokens + 16
+
+
+WORKLOADS = {
+    "equal": Workload(prompts=32, prompt_tokens=170, response_tokens=512),
+    "tail": Workload(prompts=8, prompt_tokens=4096, response_tokens=2048, mean_tokens=400.0),
+    "async": Workload(prompts=32, prompt_tokens=64, response_tokens=4096, mean_tokens=400.0),
+    "tiny": Workload(prompts=2, group=2, prompt_tokens=9, response_tokens=8),
+    "tiny_tail": Workload(prompts=2, group=2, prompt_tokens=9, response_tokens=16, mean_tokens=6.0),
+}
+
+
+def make_inputs(folder: Path, model: str, workload: Workload, steps: int) -> None:
+    """Fills `folder`: the model, prompts.jsonl of `steps` steps, lengths.json. A model that is there stays."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model/model.safetensors").exists():
+        config = MODELS[model]
+        make_model(config, folder / "model", words=config["vocab_size"] - len(SPECIAL))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+        tokenizer.add_tokens(SPECIAL)
+        tokenizer.save_pretrained(folder / "model")
+        # A process of its own, which leaves nothing on the device.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            pool.submit(write_weights, folder / "model").result()
+    vocabulary = MODELS[model]["vocab_size"]
+    prompts = [prompt(row, workload.prompt_tokens, vocabulary) for row in range(workload.prompts * steps)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each, "answer": ""}) + "\n" for each in prompts))
+    (folder / "lengths.json").write_text(json.dumps(dict(lengths(each, workload) for each in prompts)))
+
+
+def prompt(row: int, count: int, vocabulary: int) -> str:
+    """Returns `count` words of a token each, which differ from row to row."""
+    if vocabulary > 90_000:
+        return words(row, count)
+    return " ".join(f"w{10 + (row * 7 + place * 13) % (vocabulary - 20)}" for place in range(count))
+
+
+def lengths(text: str, workload: Workload) -> tuple[int, list[int]]:
+    """Returns the checksum of a prompt's tokens, and the lengths that async_rl_engine.py draws for it."""
+    name = zlib.crc32(np.array([int(word[1:]) for word in text.split()], dtype=np.int32).tobytes())
+    generator = np.random.default_rng(name)
+    if not workload.mean_tokens:
+        return name, [workload.response_tokens] * workload.group
+    shape = (workload.mean_tokens, workload.sigma, workload.response_tokens)
+    return name, [draw_length(generator, *shape) for _ in range(workload.group)]
+
+
+def write_weights(folder: Path) -> None:
+    """Writes random weights in bfloat16, made on the GPU if there is one."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

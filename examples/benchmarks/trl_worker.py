@@ -47,7 +47,7 @@ class PhasedTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, *args, **kwargs):
         result = self._timed("generation", super()._generate_single_turn, *args, **kwargs)
-        self.response_tokens = sum(map(len, result[1]))
+        self.response_tokens = sum(map(len, result[0]))
         return result
 
     def _generate_and_score_completions(self, inputs):

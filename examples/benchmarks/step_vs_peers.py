@@ -42,7 +42,17 @@ from weight_sync import machine
 
 HERE = Path(__file__).resolve().parent
 PEERS = HERE / "peers"
-PACKAGES = ("trl", "verl", "vllm", "transformers", "megatron-core", "transformer-engine", "ray", "mbridge", "tensordict")
+PACKAGES = (
+    "trl",
+    "verl",
+    "vllm",
+    "transformers",
+    "megatron-core",
+    "transformer-engine",
+    "ray",
+    "mbridge",
+    "tensordict",
+)
 Step = dict[str, Any]
 """Seconds by phase, `step` for the whole; `spans` of phases; `at`, when it ended; tokens."""
 
@@ -59,7 +69,9 @@ def main() -> None:
         begun = time.time()
         with measured_memory(arguments.device) as samples:
             for steps in collected(name, workload, folder, count, arguments):
-                cases[name] = figures(steps, samples, arguments) | {"start_s": steps[0]["at"] - steps[0]["step"] - begun}
+                cases[name] = figures(steps, samples, arguments) | {
+                    "start_s": steps[0]["at"] - steps[0]["step"] - begun
+                }
                 write(result, arguments.output)
         print(name, json.dumps({key: value for key, value in cases[name].items() if key != "steps"}), flush=True)
     print(table(cases), flush=True)
@@ -165,9 +177,7 @@ def trl(workload: Workload, folder: Path, run: Path, count: int, arguments: argp
     variables = environment() | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     with ExitStack() as stack:
         stack.callback(lambda: shutil.copy(run / "trl.log", arguments.logs / "trl.log"))
-        side = TrlSide(
-            python(arguments, "trl"), options, run, stack, environment=variables, limit_s=arguments.limit_s
-        )
+        side = TrlSide(python(arguments, "trl"), options, run, stack, environment=variables, limit_s=arguments.limit_s)
         for _ in range(count):
             answer = side.step()
             yield {

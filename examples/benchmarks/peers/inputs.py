@@ -6,6 +6,7 @@ import zlib
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from async_rl_engine import draw_length
@@ -64,8 +65,23 @@ def make_inputs(folder: Path, model: str, workload: Workload, steps: int) -> Non
             pool.submit(write_weights, folder / "model").result()
     vocabulary = MODELS[model]["vocab_size"]
     prompts = [prompt(row, workload.prompt_tokens, vocabulary) for row in range(workload.prompts * steps)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each, "answer": ""}) + "\n" for each in prompts))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": each, "answer": ""}) + "\n" for each in prompts)
+    )
+    (folder / "prompts_verl.jsonl").write_text(
+        "".join(json.dumps(verl_row(*each)) + "\n" for each in enumerate(prompts))
+    )
     (folder / "lengths.json").write_text(json.dumps(dict(lengths(each, workload) for each in prompts)))
+
+
+def verl_row(row: int, text: str) -> dict[str, Any]:
+    """Returns a prompt as verl reads it."""
+    return {
+        "data_source": "step_vs_peers",
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": {"style": "rule", "ground_truth": ""},
+        "extra_info": {"index": row},
+    }
 
 
 def prompt(row: int, count: int, vocabulary: int) -> str:

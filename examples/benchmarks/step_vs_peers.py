@@ -4,15 +4,16 @@
     python examples/benchmarks/step_vs_peers.py rlframe trl verl --workload tail
     python examples/benchmarks/step_vs_peers.py verl_async --workload async --model qwen3_1p7b     # two GPUs
 
-peers/README.md says how TRL and verl are installed. All sample with vLLM on the GPU that trains, in bfloat16 with float32
-main weights and moments, without a reference, without old logprobs from the trainer, one optimizer step a batch. The
-workloads are in peers/inputs.py: `equal` forces 512 tokens behind prompts of 170, `tail` lognormal lengths behind
-prompts of 4,096, the k-th response to a prompt as long on every side. Every side's tokens are counted and compared.
+peers/README.md says how TRL and verl are installed. All sample with vLLM on the GPU that trains, in bfloat16 with
+float32 main weights and moments, without a reference, without old logprobs from the trainer, one optimizer step a
+batch. The workloads are in peers/inputs.py: `equal` forces 512 tokens behind prompts of 170, `tail` lognormal lengths
+behind prompts of 4,096, the k-th response to a prompt as long on every side. Every side's tokens are counted and
+compared.
 
-Each side's settings are the fastest that its documentation allows and that fit 80 GB (SETTINGS below); `--set
-SIDE:KEY=VALUE` changes one. Phases: `rollout`, `train` and `weight_sync`; `step` is the whole. Memory is what nvidia-smi
-says of the whole device 20 times a second, its peak over the counted steps, as a whole and by phase. verl says how
-long its phases took, not when; they follow each other in the order of PHASES. The result is written after every step.
+Each side's settings (peers/settings.py) are the fastest that it documents and that fit 80 GB; `--set SIDE:KEY=VALUE`
+changes one. Phases: `rollout`, `train` and `weight_sync`; `step` is the whole. Memory is what nvidia-smi says of the
+first device 20 times a second, its peak over the counted steps, as a whole and by phase. verl says how long its phases
+took, not when: they follow each other in the order of VERL_PHASES. The result is written after every step.
 
 `verl_async` is verl's fully asynchronous mode, one GPU trains and one samples, on the workload of async_rl.py: its
 `samples_per_s` stands beside that of async_rl.py's cases with the same model.
@@ -194,7 +195,7 @@ def trl(workload: Workload, folder: Path, run: Path, count: int, arguments: argp
 def verl(workload: Workload, folder: Path, run: Path, count: int, arguments: argparse.Namespace) -> Iterator[Step]:
     """Yields the steps of verl's trainer."""
     settings = verl_settings(workload, folder, run, steps=count) | chosen(arguments, "verl")
-    command = [python(arguments, "verl"), PEERS / "verl_run.py", "verl.trainer.main_ppo"]
+    command = [python(arguments, "verl"), "-m", "verl.trainer.main_ppo"]
     for record in verl_records(command, settings, "verl", folder, run, count, arguments):
         seconds = {key: record.get(f"timing_s/{name}", 0.0) for key, name in VERL_PHASES.items()}
         spans, begin = [], record["at"] - record["timing_s/step"]
@@ -216,8 +217,8 @@ def verl_async(
 ) -> Iterator[Step]:
     """Yields the steps of verl's fully asynchronous trainer: from the end of one to the end of the next."""
     settings = verl_async_settings(workload, folder, run, steps=count) | chosen(arguments, "verl_async")
-    module = "verl.experimental.fully_async_policy.fully_async_main"
-    command = [python(arguments, "verl"), PEERS / "verl_run.py", module]
+    command = [python(arguments, "verl"), "-m", "verl.experimental.fully_async_policy.fully_async_main"]
+    command += ["--config-name", "fully_async_ppo_megatron_trainer"]
     before = None
     for record in verl_records(command, settings, "verl_async", folder, run, count, arguments):
         # The first step ends what was begun before it.

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from async_rl_engine import draw_length
 from models_by_size import MODELS, make_model
 from recipes import words
-from transformers import PreTrainedTokenizerFast
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ["\n", "<|im_end|>"]
 """Tokens that verl asks a tokenizer of a Qwen model for."""
@@ -103,10 +105,6 @@ def lengths(text: str, workload: Workload) -> tuple[int, list[int]]:
 
 def write_weights(folder: Path) -> None:
     """Writes random weights in bfloat16, made on the GPU if there is one."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)

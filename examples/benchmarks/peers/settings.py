@@ -60,8 +60,8 @@ def rlframe_settings(workload: Workload, folder: Path, output: Path, *, cuda: bo
 def trl_settings(workload: Workload, *, cuda: bool) -> dict[str, Any]:
     """Returns fields of GRPOConfig beyond those that trl_worker.py sets.
 
-    Without the correction of vLLM's logprobs TRL computes no old logprobs. Recomputation is off where a micro-batch fits
-    without it beside vLLM, which stays awake.
+    Without the correction of vLLM's logprobs TRL computes no old logprobs. Recomputation is off where a micro-batch
+    fits without it beside vLLM, which stays awake.
     """
     if not cuda:
         return {}

@@ -2,10 +2,11 @@
 
     python tests/gpu/payload/peers.py path/to/payload.py OUT
 
-`payload.py` is the tool that packs vLLM, Ray and Megatron-Core for the same machine: its `build` makes the parts, here of
-the packages in examples/benchmarks/peers/*.txt alone. On the machine, with OUT/*/part* in ~/peers:
+`payload.py` is the tool that packs vLLM, Ray and Megatron-Core for the same machine: its `build` makes the parts, here
+of the packages in examples/benchmarks/peers/*.txt alone. On the machine, with OUT/*/part* in ~/peers:
 
-    mkdir -p ~/peers_site && cat ~/peers/part* | xz -dc | tar x -C ~/peers_site && export PYTHONPATH=$HOME/peers_site:$PYTHONPATH
+    mkdir -p ~/peers_site && cat ~/peers/part* | xz -dc | tar x -C ~/peers_site
+    export PYTHONPATH=$HOME/peers_site:$PYTHONPATH
 """
 
 import argparse

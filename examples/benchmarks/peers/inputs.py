@@ -3,17 +3,20 @@
 import json
 import multiprocessing
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from async_rl import PROMPT_TOKENS, write_prompts
 from async_rl_engine import draw_length
-from models_by_size import MODELS, make_model
-from recipes import words
+from models_by_size import MODELS, TEMPLATE, make_model
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ["\n", "<|im_end|>"]
@@ -58,15 +61,12 @@ def make_inputs(folder: Path, model: str, workload: Workload, steps: int) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model/model.safetensors").exists():
         config = MODELS[model]
-        make_model(config, folder / "model", words=config["vocab_size"] - len(SPECIAL))
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-        tokenizer.add_tokens(SPECIAL)
-        tokenizer.save_pretrained(folder / "model")
+        make_model(config, folder / "model")
+        make_tokenizer(config["vocab_size"]).save_pretrained(folder / "model")
         # A process of its own, which leaves nothing on the device.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             pool.submit(write_weights, folder / "model").result()
-    vocabulary = MODELS[model]["vocab_size"]
-    prompts = [prompt(row, workload.prompt_tokens, vocabulary) for row in range(workload.prompts * steps)]
+    prompts = list(islice(texts(workload, folder, MODELS[model]["vocab_size"]), workload.prompts * steps))
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": each, "answer": ""}) + "\n" for each in prompts)
     )
@@ -86,11 +86,25 @@ def verl_row(row: int, text: str) -> dict[str, Any]:
     }
 
 
-def prompt(row: int, count: int, vocabulary: int) -> str:
-    """Returns `count` words of a token each, which differ from row to row."""
-    if vocabulary > 90_000:
-        return words(row, count)
-    return " ".join(f"w{10 + (row * 7 + place * 13) % (vocabulary - 20)}" for place in range(count))
+def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of a word for each token, the last of which are those of SPECIAL. No word begins like them."""
+    names = [*(f"w{index}" for index in range(vocabulary - len(SPECIAL))), *SPECIAL]
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[-1], chat_template=TEMPLATE)
+    made.add_tokens(SPECIAL)
+    return made
+
+
+def texts(workload: Workload, folder: Path, vocabulary: int) -> Iterator[str]:
+    """Yields prompts of a token for each word, no two alike. Those of `async` are async_rl.py's."""
+    if workload.prompt_tokens == PROMPT_TOKENS:
+        for line in write_prompts(folder / "prompts.jsonl").read_text().splitlines():
+            yield json.loads(line)["prompt"]
+    for row in count():
+        yield " ".join(
+            f"w{10 + (row * 7919 + place * 104729) % (vocabulary - 20)}" for place in range(workload.prompt_tokens)
+        )
 
 
 def lengths(text: str, workload: Workload) -> tuple[int, list[int]]:

@@ -6,8 +6,16 @@ from typing import Any
 from peers.inputs import Workload
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-ENGINE_SHARE = 0.4
-"""Part of the device's memory that vLLM may fill: its weights, and keys and values of a whole step of `equal`."""
+
+
+def engine_share(workload: Workload) -> float:
+    """Returns the part of the device's memory that vLLM may fill: its weights, and keys and values of a whole step.
+
+    A prompt's are held once for its group.
+    """
+    return 0.25 if workload.prompt_tokens > 1024 else 0.35
+
+
 LR = 1e-6
 
 
@@ -24,7 +32,6 @@ def rlframe_settings(workload: Workload, folder: Path, output: Path, *, cuda: bo
         "data.max_prompt_tokens": workload.prompt_tokens + 8,
         "data.evaluation_count": 0,
         "data.shuffle": "false",
-        "data.special_tokens_in_text": "true",
         "reward.parts.exact_match.name": f"{BENCHMARKS / 'even_characters.py'}:score",
         "rollout.max_tokens": workload.response_tokens,
         "train.optimizer.lr": LR,
@@ -41,10 +48,11 @@ def rlframe_settings(workload: Workload, folder: Path, output: Path, *, cuda: bo
     settings |= {
         "+rollout.max_model_len": workload.sequence_tokens,
         "+rollout.max_num_seqs": workload.responses,
-        "+rollout.gpu_memory_utilization": ENGINE_SHARE,
+        "+rollout.gpu_memory_utilization": engine_share(workload),
         "train.dtype": "bfloat16",
-        # Two groups of `equal`, whose prompts count once.
-        "+train.max_tokens_per_microbatch": 8704,
+        # A group of `equal`, whose prompt counts once; the longest sequence of `tail`. What a micro-batch takes stays with
+        # torch while vLLM samples.
+        "+train.max_tokens_per_microbatch": max(4352, workload.sequence_tokens + 240),
         "cluster.preflight": "off",
     }
     if not workload.mean_tokens:
@@ -72,7 +80,7 @@ def trl_settings(workload: Workload, *, cuda: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": workload.responses // rows,
         "steps_per_generation": workload.responses // rows,
         "gradient_checkpointing": long,
-        "vllm_gpu_memory_utilization": 0.3 if long else ENGINE_SHARE,
+        "vllm_gpu_memory_utilization": engine_share(workload),
         "vllm_max_model_length": workload.sequence_tokens,
         "vllm_importance_sampling_correction": False,
         "generation_kwargs": {"ignore_eos": True},
@@ -91,7 +99,7 @@ def verl_settings(workload: Workload, folder: Path, run: Path, *, steps: int) ->
         "data.train_batch_size": workload.prompts,
         "actor_rollout_ref.actor.ppo_mini_batch_size": workload.prompts,
         "actor_rollout_ref.rollout.n": workload.group,
-        "actor_rollout_ref.rollout.gpu_memory_utilization": ENGINE_SHARE,
+        "actor_rollout_ref.rollout.gpu_memory_utilization": engine_share(workload),
         "trainer.total_epochs": 1,
         "trainer.total_training_steps": steps,
     }

@@ -87,7 +87,7 @@ def verl_row(row: int, text: str) -> dict[str, Any]:
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of a word for each token, the last of which are those of SPECIAL. No word begins like them."""
+    """Returns a tokenizer of a word for each token; the last are those of SPECIAL, and no other begins like them."""
     names = [*(f"w{index}" for index in range(vocabulary - len(SPECIAL))), *SPECIAL]
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

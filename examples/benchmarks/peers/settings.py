@@ -50,8 +50,8 @@ def rlframe_settings(workload: Workload, folder: Path, output: Path, *, cuda: bo
         "+rollout.max_num_seqs": workload.responses,
         "+rollout.gpu_memory_utilization": engine_share(workload),
         "train.dtype": "bfloat16",
-        # A group of `equal`, whose prompt counts once; the longest sequence of `tail`. What a micro-batch takes stays with
-        # torch while vLLM samples.
+        # A group of `equal`, whose prompt counts once; the longest sequence of `tail`. What a micro-batch takes stays
+        # with torch while vLLM samples.
         "+train.max_tokens_per_microbatch": max(4352, workload.sequence_tokens + 240),
         "cluster.preflight": "off",
     }

@@ -18,6 +18,7 @@ import random
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -46,19 +47,17 @@ Seconds = dict[str, float]
 class TrlSide:
     """A TRL trainer in a process of its own, one step at a time."""
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path, stack: ExitStack):
-        options = {
-            "model": folder / "model",
-            "prompts": folder / "prompts.jsonl",
-            "prompts-per-step": arguments.prompts_per_step,
-            "group-size": arguments.group_size,
-            "response-tokens": arguments.response_tokens,
-            "threads": arguments.trl_threads,
-            "lr": LR,
-            "steps": arguments.pairs + 1,
-            "output": folder / "trl",
-        }
-        command = [arguments.trl_python, HERE / "trl_worker.py"]
+    def __init__(
+        self,
+        python: str,
+        options: dict[str, Any],
+        folder: Path,
+        stack: ExitStack,
+        *,
+        environment: dict[str, str],
+        limit_s: float | None = None,
+    ):
+        command = [python, HERE / "trl_worker.py"]
         command += [part for name, value in options.items() for part in (f"--{name}", value)]
         self.process = subprocess.Popen(
             [str(part) for part in command],
@@ -66,9 +65,13 @@ class TrlSide:
             stdout=subprocess.PIPE,
             stderr=stack.enter_context((folder / "trl.log").open("w")),
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(arguments.trl_threads), "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | environment,
         )
         stack.callback(self.process.kill)
+        if limit_s:
+            clock = threading.Timer(limit_s, self.process.kill)
+            stack.callback(clock.cancel)
+            clock.start()
         self.log = folder / "trl.log"
         self.about = self._answer()
 
@@ -125,6 +128,21 @@ class RlframeSide:
         return {"step": total, **phases}
 
 
+def trl_options(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What TRL's worker is told."""
+    return {
+        "model": folder / "model",
+        "prompts": folder / "prompts.jsonl",
+        "prompts-per-step": arguments.prompts_per_step,
+        "group-size": arguments.group_size,
+        "response-tokens": arguments.response_tokens,
+        "threads": arguments.trl_threads,
+        "lr": LR,
+        "steps": arguments.pairs + 1,
+        "output": folder / "trl",
+    }
+
+
 def make_inputs(arguments: argparse.Namespace, folder: Path) -> None:
     """Fill `folder` with what both sides read: a random model in float32, and prompts for every step."""
     source = resolve(ModelConfig(path=arguments.model))
@@ -172,13 +190,18 @@ def cpu_lines() -> Iterator[str]:
     yield from path.read_text().splitlines() if path.exists() else ()
 
 
+def phases(step: dict[str, Any]) -> list[str]:
+    """The names of a step's phases: what it says in seconds."""
+    return [name for name, value in step.items() if isinstance(value, float)]
+
+
 def summary(steps: list[Seconds]) -> dict[str, Seconds]:
     """Median and minimum of each phase over the measured steps, and the cold one."""
     cold, *warm = steps
     return {
         "cold": cold,
-        "median": {phase: statistics.median(each[phase] for each in warm) for phase in warm[0]},
-        "min": {phase: min(each[phase] for each in warm) for phase in warm[0]},
+        "median": {phase: statistics.median(each[phase] for each in warm) for phase in phases(warm[0])},
+        "min": {phase: min(each[phase] for each in warm) for phase in phases(warm[0])},
     }
 
 
@@ -194,7 +217,10 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_inputs(arguments, folder)
-        rlframe, trl = RlframeSide(arguments, folder, stack), TrlSide(arguments, folder, stack)
+        environment = {"OMP_NUM_THREADS": str(arguments.trl_threads), "CUDA_VISIBLE_DEVICES": ""}
+        options = trl_options(arguments, folder)
+        rlframe = RlframeSide(arguments, folder, stack)
+        trl = TrlSide(arguments.trl_python, options, folder, stack, environment=environment)
         pairs = [(rlframe.step(), trl.step()) for _ in range(arguments.pairs + 1)]
     ours, theirs = (summary([pair[side] for pair in pairs]) for side in (0, 1))
     ratio = theirs["median"]["step"] / ours["median"]["step"]

@@ -85,7 +85,6 @@ FROZEN: dict[str, dict[str, Any]] = {
         "model": "qwen3_4b",
         "train": {"recompute": "full", "optimizer": SMALL_STATE},
         "lengths": (4096,) * 4,
-        "microbatches": 3,
     },
     "4b_blocks_fp8": {
         "model": "qwen3_4b",

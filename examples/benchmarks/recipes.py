@@ -79,13 +79,13 @@ SMALL_ENGINE = (
 )
 """Engines that start beside the policy, without Inductor."""
 FROZEN = {
-    "grpo_4b_80": Case(recipe="grpo_qwen3_4b", model="qwen3_4b", overrides=(*SMALL_STATE, *SMALL_ENGINE)),
-    "lora_4b_80": Case(recipe="grpo_qwen3_4b_lora", model="qwen3_4b", overrides=SMALL_ENGINE, prompts=12),
+    "grpo_4b_80": Case(recipe="grpo_qwen3_4b", model="qwen3_4b", overrides=(*SMALL_STATE, *SMALL_ENGINE), prompts=4),
+    "lora_4b_80": Case(recipe="grpo_qwen3_4b_lora", model="qwen3_4b", overrides=SMALL_ENGINE, prompts=6),
     "ppo_1p7b_80": Case(
         recipe="ppo_qwen3_8b",
         model="qwen3_1p7b",
         overrides=(*ONE_DEVICE, "train.num_minibatches=2", *SMALL_ENGINE),
-        prompts=48,
+        prompts=32,
     ),
     "dpo_4b_80": Case(
         recipe="dpo_qwen3_8b", model="qwen3_4b", overrides=(*ONE_TRAINER, *SMALL_STATE), online=False, prompts=24
@@ -100,6 +100,7 @@ FROZEN = {
         recipe="grpo_qwen3_4b",
         model="qwen3_4b",
         overrides=(*SMALL_STATE, *SMALL_ENGINE, "cluster.colocate=false", "train.offload_optimizer=false"),
+        prompts=4,
     ),
 }
 """Cases of devices of 80 GB, which were chosen after the constants were frozen."""

@@ -1,5 +1,5 @@
-"""The gated delta rule, the convolution before it and the norm after it, over packed sequences. No state passes from one
-sequence to the next.
+"""The gated delta rule, the convolution before it and the norm after it, over packed sequences. No state passes from
+one sequence to the next.
 
 Source: Yang et al. 2024, arXiv 2412.06464, sections 3.1 and 3.3. A head has a state S [key dim, value dim], zero before
 a sequence. A token with key k, value v, query q, decay a <= 0 and learning rate b does

@@ -9,6 +9,7 @@ own. `chunk_bwd_dqkwg` of fla/ops/common/chunk_o.py defines the computation; the
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -116,6 +117,7 @@ class RlframeBackend(BaseBackend):
     priority = 0
 
     @classmethod
+    @cache
     def is_available(cls) -> bool:
         """Returns whether the kernel would be compiled wrongly."""
         hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -145,7 +145,7 @@ def rlframe(workload: Workload, folder: Path, run: Path, count: int, arguments: 
     settings |= chosen(arguments, "rlframe")
     command = [sys.executable, "-m", "rlframe.main", "--config-name", "grpo_qwen3_moe"]
     command += [key if value is None else f"{key}={value}" for key, value in settings.items()]
-    for record in followed(command, "rlframe", run / "run/metrics.jsonl", count, arguments, environment()):
+    for record in followed(command, run / "run/metrics.jsonl", "rlframe", count, arguments, environment()):
         lines = map(json.loads, (run / "run/timeline.jsonl").read_text().splitlines())
         phases = next((line["phases"] for line in lines if line["step"] == record["step"]), [])
         seconds = {key: record.get(f"time/{key}_s", 0.0) for key in ("step", *PHASES)}
@@ -256,13 +256,26 @@ def verl_records(
         "VLLM_NO_USAGE_STATS": "1",
     }
     command = [*command, *(f"{key}={value}" for key, value in settings.items())]
-    return followed(command, name, run / "metrics.jsonl", count, arguments, variables)
+    reading = {"read": verl_metrics, "key": "timing_s/step"}
+    return followed(command, run / "metrics.jsonl", name, count, arguments, variables, **reading)
+
+
+def verl_metrics(line: str) -> dict[str, Any]:
+    """Returns the metrics of a line of verl's log."""
+    record = json.loads(line)
+    return record["data"] | {"step": record["step"]}
 
 
 def followed(
-    command: list[Any], name: str, file: Path, count: int, arguments: argparse.Namespace, variables: dict[str, str]
+    command: list[Any],
+    file: Path,
+    name: str,
+    count: int,
+    arguments: argparse.Namespace,
+    variables: dict[str, str],
+    **reading: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Runs a command and yields the lines of its metrics as they come; ends it then."""
+    """Runs a command and yields its metrics as they come. Ends it when they are enough, or time is up."""
     begun = time.time()
     with (arguments.logs / f"{name}.log").open("w") as log:
         run = subprocess.Popen(
@@ -270,11 +283,11 @@ def followed(
             stdout=log,
             stderr=subprocess.STDOUT,
             env=variables,
-            cwd=file.parent.parent if name == "rlframe" else file.parent,
+            cwd=arguments.folder,
             start_new_session=True,
         )
         try:
-            yield from follow(file, run, count=count, until=begun + arguments.limit_s)
+            yield from follow(file, run, count=count, until=begun + arguments.limit_s, **reading)
         finally:
             stop(run)
 

@@ -215,9 +215,12 @@ def environment() -> dict[str, str]:
 class Memory:
     """The bytes that a device holds, sampled while the block runs."""
 
+    def __init__(self, device: int = 0):
+        self._device = device
+
     def __enter__(self) -> "Memory":
         self.samples: list[tuple[float, float]] = []
-        query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        query = ["nvidia-smi", "-i", str(self._device), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         self._process = subprocess.Popen([*query, "-lms", str(SAMPLE_MS)], stdout=subprocess.PIPE, text=True)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()

@@ -68,7 +68,7 @@ def main() -> None:
     cases = result.setdefault(f"{arguments.model}_{arguments.workload}", {})
     for name in arguments.sides:
         begun = time.time()
-        with measured_memory(arguments.device) as samples:
+        with measured_memory(arguments) as samples:
             for steps in collected(name, workload, folder, count, arguments):
                 cases[name] = figures(steps, samples, arguments) | {
                     "start_s": steps[0]["at"] - steps[0]["step"] - begun
@@ -84,6 +84,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--workload", choices=WORKLOADS, default="equal")
     parser.add_argument("--model", choices=MODELS, default="qwen3_1p7b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpu", type=int, default=0, help="the GPU of all sides but verl_async")
     parser.add_argument("--warm-up", type=int, default=1, help="steps that are not counted")
     parser.add_argument("--steps", type=int, default=3, help="steps that are counted")
     parser.add_argument("--limit-s", type=float, default=220.0, help="seconds of one side, its start included")
@@ -103,6 +104,15 @@ def python(arguments: argparse.Namespace, side: str) -> str:
     return dict(each.split("=", 1) for each in arguments.python).get(side, sys.executable)
 
 
+def one_gpu(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the environment of a side that sees one GPU."""
+    return environment() | {
+        "CUDA_VISIBLE_DEVICES": str(arguments.gpu) if arguments.device == "cuda" else "",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
 def chosen(arguments: argparse.Namespace, side: str) -> dict[str, str]:
     """Returns the settings that the command line changes for a side."""
     mine = [each.removeprefix(f"{side}:") for each in arguments.set if each.startswith(f"{side}:")]
@@ -110,12 +120,12 @@ def chosen(arguments: argparse.Namespace, side: str) -> dict[str, str]:
 
 
 @contextmanager
-def measured_memory(device: str) -> Iterator[list[tuple[float, float]]]:
+def measured_memory(arguments: argparse.Namespace) -> Iterator[list[tuple[float, float]]]:
     """Yields a list that grows while the block runs, empty without a GPU."""
-    if device == "cpu" or not shutil.which("nvidia-smi"):
+    if arguments.device == "cpu" or not shutil.which("nvidia-smi"):
         yield []
         return
-    with Memory() as memory:
+    with Memory(arguments.gpu) as memory:
         yield memory.samples
 
 
@@ -145,7 +155,7 @@ def rlframe(workload: Workload, folder: Path, run: Path, count: int, arguments: 
     settings |= chosen(arguments, "rlframe")
     command = [sys.executable, "-m", "rlframe.main", "--config-name", "grpo_qwen3_moe"]
     command += [key if value is None else f"{key}={value}" for key, value in settings.items()]
-    for record in followed(command, run / "run/metrics.jsonl", "rlframe", count, arguments, environment()):
+    for record in followed(command, run / "run/metrics.jsonl", "rlframe", count, arguments, one_gpu(arguments)):
         lines = map(json.loads, (run / "run/timeline.jsonl").read_text().splitlines())
         phases = next((line["phases"] for line in lines if line["step"] == record["step"]), [])
         seconds = {key: record.get(f"time/{key}_s", 0.0) for key in ("step", *PHASES)}
@@ -175,10 +185,11 @@ def trl(workload: Workload, folder: Path, run: Path, count: int, arguments: argp
     }
     if workload.mean_tokens:
         options["lengths"] = folder / "lengths.json"
-    variables = environment() | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     with ExitStack() as stack:
         stack.callback(lambda: shutil.copy(run / "trl.log", arguments.logs / "trl.log"))
-        side = TrlSide(python(arguments, "trl"), options, run, stack, environment=variables, limit_s=arguments.limit_s)
+        side = TrlSide(
+            python(arguments, "trl"), options, run, stack, environment=one_gpu(arguments), limit_s=arguments.limit_s
+        )
         for _ in range(count):
             answer = side.step()
             yield {
@@ -247,13 +258,13 @@ def verl_records(
     arguments: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
     """Yields what verl logs of each step, with the time `at` which it was written."""
-    variables = environment()
+    variables = one_gpu(arguments)
+    if name == "verl_async":
+        del variables["CUDA_VISIBLE_DEVICES"]
     variables |= {
         "PYTHONPATH": f"{PEERS}:{HERE}:{variables['PYTHONPATH']}",
         "VERL_FILE_LOGGER_PATH": str(run / "metrics.jsonl"),
         "STEP_VS_PEERS_LENGTHS": str(folder / "lengths.json"),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
     }
     command = [*command, *(f"{key}={value}" for key, value in settings.items())]
     reading = {"read": verl_metrics, "key": "timing_s/step"}
@@ -301,6 +312,7 @@ def figures(steps: list[Step], samples: list[tuple[float, float]], arguments: ar
     return {
         "machine": machine(),
         "versions": {name: installed(name) for name in PACKAGES},
+        "gpu": arguments.gpu,
         "set": arguments.set,
         "counted": len(steps) - arguments.warm_up,
         "median": {key: statistics.median(step[key] for step in counted) for key in names},

@@ -144,6 +144,8 @@ def common_verl_settings(workload: Workload, folder: Path, run: Path) -> dict[st
         "data.dataloader_num_workers": 0,
         "data.truncation": "error",
         "actor_rollout_ref.model.path": folder / "model",
+        # mbridge 0.15 reads it off the configuration, where transformers 5 has it in rope_parameters.
+        "+actor_rollout_ref.model.override_config.rope_theta": 1_000_000.0,
         "actor_rollout_ref.model.use_remove_padding": "True",
         "actor_rollout_ref.model.enable_gradient_checkpointing": "False",
         f"{actor}.optim.lr": LR,

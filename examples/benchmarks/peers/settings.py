@@ -43,7 +43,8 @@ def rlframe_settings(workload: Workload, folder: Path, output: Path, *, cuda: bo
         "logging.tensorboard": "false",
     }
     if not cuda:
-        return settings | {"rollout.min_tokens": workload.response_tokens, "train.dtype": "float32"}
+        small = {"train.parallel": "d1", "train.dtype": "float32"}
+        return settings | small | {"rollout.min_tokens": workload.response_tokens}
     groups = dict.fromkeys(("rollout=vllm", "train=cuda", "cluster=cuda"))
     settings |= {
         "+rollout.max_model_len": workload.sequence_tokens,

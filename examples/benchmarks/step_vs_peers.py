@@ -66,16 +66,51 @@ def main() -> None:
     make_inputs(folder, arguments.model, workload, count + 4)
     result = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     cases = result.setdefault(f"{arguments.model}_{arguments.workload}", {})
+    failed = []
     for name in arguments.sides:
-        begun = time.time()
-        with measured_memory(arguments) as samples:
-            for steps in collected(name, workload, folder, count, arguments):
-                cases[name] = figures(steps, samples, arguments) | {
-                    "start_s": steps[0]["at"] - steps[0]["step"] - begun
-                }
-                write(result, arguments.output)
-        print(name, json.dumps({key: value for key, value in cases[name].items() if key != "steps"}), flush=True)
+        wait_for_memory(arguments)
+        try:
+            measure(name, workload, folder, result, cases, arguments)
+        except RuntimeError as error:
+            # The sides before it are written, and those after it do not depend on it.
+            failed.append(name)
+            print(f"{name}: {error}", flush=True)
     print(table(cases), flush=True)
+    if failed:
+        raise SystemExit(f"{', '.join(failed)} failed; what was measured of them is in {arguments.output}")
+
+
+def measure(
+    name: str,
+    workload: Workload,
+    folder: Path,
+    result: dict[str, Any],
+    cases: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> None:
+    """Runs a side and writes what is known of it after each step.
+
+    Raises:
+        RuntimeError: the side ended, or time was up, before its last step.
+    """
+    count = arguments.warm_up + arguments.steps
+    begun = time.time()
+    with measured_memory(arguments) as samples:
+        for steps in collected(name, workload, folder, count, arguments):
+            start_s = steps[0]["at"] - steps[0]["step"] - begun
+            cases[name] = figures(steps, samples, arguments) | {"start_s": start_s}
+            write(result, arguments.output)
+    print(name, json.dumps({key: value for key, value in cases[name].items() if key != "steps"}), flush=True)
+
+
+def wait_for_memory(arguments: argparse.Namespace) -> None:
+    """Waits until the processes of the side before have given the GPU's memory back, at most FREE_S."""
+    query = ["nvidia-smi", "-i", str(arguments.gpu), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    deadline = time.monotonic() + FREE_S
+    while arguments.device == "cuda" and time.monotonic() < deadline:
+        if float(subprocess.run(query, check=True, capture_output=True, text=True).stdout) < FREE_MIB:
+            return
+        time.sleep(0.5)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -135,7 +170,7 @@ def collected(
     """Yields all steps so far, after each one.
 
     Raises:
-        SystemExit: the side ended, or time was up, before its second step; with the end of its messages.
+        RuntimeError: the side ended, or time was up, before its last step; with the end of its messages.
     """
     run = folder / name
     shutil.rmtree(run, ignore_errors=True)
@@ -145,8 +180,8 @@ def collected(
         steps.append(step)
         print(name, json.dumps({key: value for key, value in step.items() if key != "spans"}), flush=True)
         yield steps
-    if len(steps) < 2:
-        raise SystemExit(f"{name}: {len(steps)} steps\n{(arguments.logs / f'{name}.log').read_text()[-6000:]}")
+    if len(steps) < count:
+        raise RuntimeError(f"{len(steps)} of {count} steps\n{(arguments.logs / f'{name}.log').read_text()[-6000:]}")
 
 
 def rlframe(workload: Workload, folder: Path, run: Path, count: int, arguments: argparse.Namespace) -> Iterator[Step]:
@@ -355,6 +390,7 @@ def table(cases: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+FREE_S, FREE_MIB = 60.0, 2000.0
 PHASES = ("rollout", "train", "weight_sync")
 TRL_PHASES = {"generation": "rollout", "train": "train", "weight_sync": "weight_sync"}
 """Phases by the worker's name. What brings the weights to vLLM lies within its generation."""

@@ -1,6 +1,6 @@
 """Seconds of a whole GRPO step, by phase, and peak memory: rlframe, TRL and verl on one GPU, one model folder.
 
-    python examples/benchmarks/step_vs_peers.py rlframe trl verl --output examples/benchmarks/results/step_vs_peers.json
+    python examples/benchmarks/step_vs_peers.py rlframe trl verl
     python examples/benchmarks/step_vs_peers.py rlframe trl verl --workload tail
     python examples/benchmarks/step_vs_peers.py verl_async --workload async --model qwen3_1p7b     # two GPUs
 
@@ -13,7 +13,9 @@ compared.
 Each side's settings (peers/settings.py) are the fastest that it documents and that fit 80 GB; `--set SIDE:KEY=VALUE`
 changes one. Phases: `rollout`, `train` and `weight_sync`; `step` is the whole. Memory is what nvidia-smi says of the
 first device 20 times a second, its peak over the counted steps, as a whole and by phase. verl says how long its phases
-took, not when: they follow each other in the order of VERL_PHASES. The result is written after every step.
+took, not when: they follow each other in the order of VERL_PHASES. A side's result is written after every step, to a
+file of its own, so that two sides may run on two GPUs at once; without a side the script makes the inputs, and prints
+what there is.
 
 `verl_async` is verl's fully asynchronous mode, one GPU trains and one samples, on the workload of async_rl.py: its
 `samples_per_s` stands beside that of async_rl.py's cases with the same model.
@@ -64,30 +66,22 @@ def main() -> None:
     count = arguments.warm_up + arguments.steps
     folder = arguments.folder / f"{arguments.model}_{arguments.workload}"
     make_inputs(folder, arguments.model, workload, count + 4)
-    result = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    cases = result.setdefault(f"{arguments.model}_{arguments.workload}", {})
+    arguments.output.mkdir(parents=True, exist_ok=True)
     failed = []
     for name in arguments.sides:
         wait_for_memory(arguments)
         try:
-            measure(name, workload, folder, result, cases, arguments)
+            measure(name, workload, folder, arguments)
         except RuntimeError as error:
             # The sides before it are written, and those after it do not depend on it.
             failed.append(name)
             print(f"{name}: {error}", flush=True)
-    print(table(cases), flush=True)
+    print(table(arguments), flush=True)
     if failed:
         raise SystemExit(f"{', '.join(failed)} failed; what was measured of them is in {arguments.output}")
 
 
-def measure(
-    name: str,
-    workload: Workload,
-    folder: Path,
-    result: dict[str, Any],
-    cases: dict[str, Any],
-    arguments: argparse.Namespace,
-) -> None:
+def measure(name: str, workload: Workload, folder: Path, arguments: argparse.Namespace) -> None:
     """Runs a side and writes what is known of it after each step.
 
     Raises:
@@ -98,9 +92,9 @@ def measure(
     with measured_memory(arguments) as samples:
         for steps in collected(name, workload, folder, count, arguments):
             start_s = steps[0]["at"] - steps[0]["step"] - begun
-            cases[name] = figures(steps, samples, arguments) | {"start_s": start_s}
-            write(result, arguments.output)
-    print(name, json.dumps({key: value for key, value in cases[name].items() if key != "steps"}), flush=True)
+            found = figures(steps, samples, arguments) | {"start_s": start_s}
+            file = arguments.output / f"{arguments.model}_{arguments.workload}_{name}.json"
+            file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def wait_for_memory(arguments: argparse.Namespace) -> None:
@@ -115,7 +109,7 @@ def wait_for_memory(arguments: argparse.Namespace) -> None:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sides", choices=SIDES, nargs="+")
+    parser.add_argument("sides", choices=[*SIDES, []], nargs="*", metavar="side", help=", ".join(SIDES))
     parser.add_argument("--workload", choices=WORKLOADS, default="equal")
     parser.add_argument("--model", choices=MODELS, default="qwen3_1p7b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -127,7 +121,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], help="SIDE:KEY=VALUE, a setting of one side")
     parser.add_argument("--folder", type=Path, default=Path("peers_inputs"), help="folder of model, prompts and runs")
     parser.add_argument("--logs", type=Path, default=Path("peers_logs"), help="folder for the messages of the runs")
-    parser.add_argument("--output", type=Path, default=HERE / "results/step_vs_peers.json")
+    parser.add_argument("--output", type=Path, default=HERE / "results/step_vs_peers", help="folder of results")
     arguments = parser.parse_args()
     arguments.folder, arguments.logs = arguments.folder.resolve(), arguments.logs.resolve()
     arguments.logs.mkdir(parents=True, exist_ok=True)
@@ -364,29 +358,23 @@ def installed(name: str) -> str | None:
         return None
 
 
-def write(result: dict[str, Any], file: Path) -> None:
-    """Writes the result with what the sides are to each other."""
-    for cases in result.values():
-        ours = cases.get("rlframe")
-        for case in cases.values() if ours else ():
-            case["over_rlframe"] = case["median"]["step"] / ours["median"]["step"]
-            case["tokens_over_rlframe"] = case["median"]["response_tokens"] / ours["median"]["response_tokens"]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def table(cases: dict[str, Any]) -> str:
-    """Returns the sides of a workload, a line each."""
+def table(arguments: argparse.Namespace) -> str:
+    """Returns the sides of a workload that have been measured, a line each."""
+    prefix = f"{arguments.model}_{arguments.workload}_"
+    found = {side: arguments.output / f"{prefix}{side}.json" for side in SIDES}
+    cases = {side: json.loads(file.read_text()) for side, file in found.items() if file.exists()}
+    ours = cases.get("rlframe")
     lines = []
     for name, case in cases.items():
-        seconds = " ".join(f"{key} {case['median'].get(key, 0.0):.2f}" for key in ("step", *PHASES))
+        median = case["median"]
+        seconds = " ".join(f"{key} {median.get(key, 0.0):.2f}" for key in ("step", *PHASES))
         memory = " ".join(f"{key} {value / 1e9:.1f}" for key, value in case["memory_bytes"].items())
-        ratio = case.get("over_rlframe")
-        tokens = case["median"]["response_tokens"]
-        lines.append(
-            f"{name:<10} {seconds} s; start {case['start_s']:.0f} s; {tokens:.0f} response tokens; {memory} GB"
-            + (f"; {ratio:.2f} times rlframe's step" if ratio else "")
-        )
+        line = f"{name:<10} {seconds} s of {case['counted']}; start {case['start_s']:.0f} s; {memory} GB"
+        line += f"; {median['response_tokens']:.0f} response tokens"
+        if ours:
+            line += f"; {median['step'] / ours['median']['step']:.2f} times rlframe's step, "
+            line += f"{median['response_tokens'] / ours['median']['response_tokens']:.4f} times its tokens"
+        lines.append(line)
     return "\n".join(lines)
 
 

@@ -163,6 +163,8 @@ def common_verl_settings(workload: Workload, folder: Path, run: Path) -> dict[st
         f"{rollout}.ignore_eos": "True",
         "reward.num_workers": 1,
         "reward.custom_reward_function.path": BENCHMARKS / "peers/verl_lengths.py",
+        # Never the cluster of another side.
+        "+ray_kwargs.ray_init.address": "local",
         "trainer.logger": "['console','file']",
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,

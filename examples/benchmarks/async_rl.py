@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +162,29 @@ def write_prompts(file: Path, count: int = 4096) -> Path:
     return file
 
 
-def follow(file: Path, run: subprocess.Popen[bytes], *, count: int, until: float) -> Iterator[dict[str, float]]:
+def follow(
+    file: Path,
+    run: subprocess.Popen[bytes],
+    *,
+    count: int,
+    until: float,
+    read: Callable[[str], dict[str, float]] = json.loads,
+    key: str = "time/step_s",
+) -> Iterator[dict[str, float]]:
     """Yields the metrics of the first `count` steps with the time `at` which each was written, as they come. Ends early
-    when the run ends or it is `until`."""
+    when the run ends or it is `until`.
+
+    Args:
+        read: makes metrics of a line.
+        key: the seconds of a step. A line that lacks it is not one of a step.
+    """
     done = 0
     while done < count and time.time() < until and run.poll() is None:
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         at = time.time()
-        records = [each for each in map(json.loads, lines) if "time/step_s" in each]
+        records = [each for each in map(read, lines) if key in each]
         for record in records[done:count]:
-            print(f"step {record['step']} {record['time/step_s']:.2f} s", flush=True)
+            print(f"step {record['step']} {record[key]:.2f} s", flush=True)
             yield record | {"at": at}
         done = max(done, len(records))
         time.sleep(0.02)

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -268,13 +269,20 @@ def environment() -> dict[str, str]:
 
 
 class Memory:
-    """The bytes that each visible device holds, sampled while the block runs."""
+    """The bytes that each device holds, sampled while the block runs.
+
+    Args:
+        devices: their indices, separated by commas. None stands for the visible ones.
+    """
+
+    def __init__(self, devices: str | None = None):
+        self._devices = os.environ.get("CUDA_VISIBLE_DEVICES") if devices is None else devices
+        self.samples: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        """Times and bytes by the index of the device."""
 
     def __enter__(self) -> "Memory":
-        self.samples: dict[str, list[tuple[float, float]]] = {}
         query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
-        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-            query += ["-i", visible]
+        query += ["-i", self._devices] if self._devices else []
         self._process = subprocess.Popen([*query, "-lms", str(SAMPLE_MS)], stdout=subprocess.PIPE, text=True)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -284,7 +292,7 @@ class Memory:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             index, used = line.split(",")
-            self.samples.setdefault(index, []).append((time.time(), float(used) * 2**20))
+            self.samples[index].append((time.time(), float(used) * 2**20))
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()

@@ -1,6 +1,6 @@
 """Seconds of a whole GRPO step, by phase, and peak memory: rlframe, TRL and verl on one GPU, one model folder.
 
-    python examples/benchmarks/step_vs_peers.py rlframe trl verl --output examples/benchmarks/results/step_vs_peers.json
+    python examples/benchmarks/step_vs_peers.py rlframe trl verl
     python examples/benchmarks/step_vs_peers.py rlframe trl verl --workload tail
     python examples/benchmarks/step_vs_peers.py verl_async --workload async --model qwen3_1p7b     # two GPUs
 
@@ -13,7 +13,9 @@ compared.
 Each side's settings (peers/settings.py) are the fastest that it documents and that fit 80 GB; `--set SIDE:KEY=VALUE`
 changes one. Phases: `rollout`, `train` and `weight_sync`; `step` is the whole. Memory is what nvidia-smi says of the
 first device 20 times a second, its peak over the counted steps, as a whole and by phase. verl says how long its phases
-took, not when: they follow each other in the order of VERL_PHASES. The result is written after every step.
+took, not when: they follow each other in the order of VERL_PHASES. A side's result is written after every step, to a
+file of its own, so that two sides may run on two GPUs at once; without a side the script makes the inputs, and prints
+what there is.
 
 `verl_async` is verl's fully asynchronous mode, one GPU trains and one samples, on the workload of async_rl.py: its
 `samples_per_s` stands beside that of async_rl.py's cases with the same model.
@@ -64,26 +66,54 @@ def main() -> None:
     count = arguments.warm_up + arguments.steps
     folder = arguments.folder / f"{arguments.model}_{arguments.workload}"
     make_inputs(folder, arguments.model, workload, count + 4)
-    result = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    cases = result.setdefault(f"{arguments.model}_{arguments.workload}", {})
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    failed = []
     for name in arguments.sides:
-        begun = time.time()
-        with measured_memory(arguments.device) as samples:
-            for steps in collected(name, workload, folder, count, arguments):
-                cases[name] = figures(steps, samples, arguments) | {
-                    "start_s": steps[0]["at"] - steps[0]["step"] - begun
-                }
-                write(result, arguments.output)
-        print(name, json.dumps({key: value for key, value in cases[name].items() if key != "steps"}), flush=True)
-    print(table(cases), flush=True)
+        wait_for_memory(arguments)
+        try:
+            measure(name, workload, folder, arguments)
+        except RuntimeError as error:
+            # The sides before it are written, and those after it do not depend on it.
+            failed.append(name)
+            print(f"{name}: {error}", flush=True)
+    print(table(arguments), flush=True)
+    if failed:
+        raise SystemExit(f"{', '.join(failed)} failed; what was measured of them is in {arguments.output}")
+
+
+def measure(name: str, workload: Workload, folder: Path, arguments: argparse.Namespace) -> None:
+    """Runs a side and writes what is known of it after each step.
+
+    Raises:
+        RuntimeError: the side ended, or time was up, before its last step.
+    """
+    count = arguments.warm_up + arguments.steps
+    begun = time.time()
+    with measured_memory(arguments) as samples:
+        for steps in collected(name, workload, folder, count, arguments):
+            start_s = steps[0]["at"] - steps[0]["step"] - begun
+            found = figures(steps, samples, arguments) | {"start_s": start_s}
+            file = arguments.output / f"{arguments.model}_{arguments.workload}_{name}.json"
+            file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def wait_for_memory(arguments: argparse.Namespace) -> None:
+    """Waits until the processes of the side before have given the GPU's memory back, at most FREE_S."""
+    query = ["nvidia-smi", "-i", str(arguments.gpu), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    deadline = time.monotonic() + FREE_S
+    while arguments.device == "cuda" and time.monotonic() < deadline:
+        if float(subprocess.run(query, check=True, capture_output=True, text=True).stdout) < FREE_MIB:
+            return
+        time.sleep(0.5)
 
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sides", choices=SIDES, nargs="+")
+    parser.add_argument("sides", choices=[*SIDES, []], nargs="*", metavar="side", help=", ".join(SIDES))
     parser.add_argument("--workload", choices=WORKLOADS, default="equal")
     parser.add_argument("--model", choices=MODELS, default="qwen3_1p7b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpu", type=int, default=0, help="the GPU of all sides but verl_async")
     parser.add_argument("--warm-up", type=int, default=1, help="steps that are not counted")
     parser.add_argument("--steps", type=int, default=3, help="steps that are counted")
     parser.add_argument("--limit-s", type=float, default=220.0, help="seconds of one side, its start included")
@@ -91,7 +121,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], help="SIDE:KEY=VALUE, a setting of one side")
     parser.add_argument("--folder", type=Path, default=Path("peers_inputs"), help="folder of model, prompts and runs")
     parser.add_argument("--logs", type=Path, default=Path("peers_logs"), help="folder for the messages of the runs")
-    parser.add_argument("--output", type=Path, default=HERE / "results/step_vs_peers.json")
+    parser.add_argument("--output", type=Path, default=HERE / "results/step_vs_peers", help="folder of results")
     arguments = parser.parse_args()
     arguments.folder, arguments.logs = arguments.folder.resolve(), arguments.logs.resolve()
     arguments.logs.mkdir(parents=True, exist_ok=True)
@@ -103,6 +133,15 @@ def python(arguments: argparse.Namespace, side: str) -> str:
     return dict(each.split("=", 1) for each in arguments.python).get(side, sys.executable)
 
 
+def one_gpu(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the environment of a side that sees one GPU."""
+    return environment() | {
+        "CUDA_VISIBLE_DEVICES": str(arguments.gpu) if arguments.device == "cuda" else "",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
 def chosen(arguments: argparse.Namespace, side: str) -> dict[str, str]:
     """Returns the settings that the command line changes for a side."""
     mine = [each.removeprefix(f"{side}:") for each in arguments.set if each.startswith(f"{side}:")]
@@ -110,13 +149,13 @@ def chosen(arguments: argparse.Namespace, side: str) -> dict[str, str]:
 
 
 @contextmanager
-def measured_memory(device: str) -> Iterator[list[tuple[float, float]]]:
+def measured_memory(arguments: argparse.Namespace) -> Iterator[list[tuple[float, float]]]:
     """Yields a list that grows while the block runs, empty without a GPU."""
-    if device == "cpu" or not shutil.which("nvidia-smi"):
+    if arguments.device == "cpu" or not shutil.which("nvidia-smi"):
         yield []
         return
-    with Memory() as memory:
-        yield memory.samples
+    with Memory(str(arguments.gpu)) as memory:
+        yield memory.samples[str(arguments.gpu)]
 
 
 def collected(
@@ -125,7 +164,7 @@ def collected(
     """Yields all steps so far, after each one.
 
     Raises:
-        SystemExit: the side ended, or time was up, before its second step; with the end of its messages.
+        RuntimeError: the side ended, or time was up, before its last step; with the end of its messages.
     """
     run = folder / name
     shutil.rmtree(run, ignore_errors=True)
@@ -135,8 +174,8 @@ def collected(
         steps.append(step)
         print(name, json.dumps({key: value for key, value in step.items() if key != "spans"}), flush=True)
         yield steps
-    if len(steps) < 2:
-        raise SystemExit(f"{name}: {len(steps)} steps\n{(arguments.logs / f'{name}.log').read_text()[-6000:]}")
+    if len(steps) < count:
+        raise RuntimeError(f"{len(steps)} of {count} steps\n{(arguments.logs / f'{name}.log').read_text()[-6000:]}")
 
 
 def rlframe(workload: Workload, folder: Path, run: Path, count: int, arguments: argparse.Namespace) -> Iterator[Step]:
@@ -145,7 +184,7 @@ def rlframe(workload: Workload, folder: Path, run: Path, count: int, arguments: 
     settings |= chosen(arguments, "rlframe")
     command = [sys.executable, "-m", "rlframe.main", "--config-name", "grpo_qwen3_moe"]
     command += [key if value is None else f"{key}={value}" for key, value in settings.items()]
-    for record in followed(command, "rlframe", run / "run/metrics.jsonl", count, arguments, environment()):
+    for record in followed(command, run / "run/metrics.jsonl", "rlframe", count, arguments, one_gpu(arguments)):
         lines = map(json.loads, (run / "run/timeline.jsonl").read_text().splitlines())
         phases = next((line["phases"] for line in lines if line["step"] == record["step"]), [])
         seconds = {key: record.get(f"time/{key}_s", 0.0) for key in ("step", *PHASES)}
@@ -175,10 +214,11 @@ def trl(workload: Workload, folder: Path, run: Path, count: int, arguments: argp
     }
     if workload.mean_tokens:
         options["lengths"] = folder / "lengths.json"
-    variables = environment() | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     with ExitStack() as stack:
         stack.callback(lambda: shutil.copy(run / "trl.log", arguments.logs / "trl.log"))
-        side = TrlSide(python(arguments, "trl"), options, run, stack, environment=variables, limit_s=arguments.limit_s)
+        side = TrlSide(
+            python(arguments, "trl"), options, run, stack, environment=one_gpu(arguments), limit_s=arguments.limit_s
+        )
         for _ in range(count):
             answer = side.step()
             yield {
@@ -247,22 +287,35 @@ def verl_records(
     arguments: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
     """Yields what verl logs of each step, with the time `at` which it was written."""
-    variables = environment()
+    variables = one_gpu(arguments)
+    if name == "verl_async":
+        del variables["CUDA_VISIBLE_DEVICES"]
     variables |= {
         "PYTHONPATH": f"{PEERS}:{HERE}:{variables['PYTHONPATH']}",
         "VERL_FILE_LOGGER_PATH": str(run / "metrics.jsonl"),
         "STEP_VS_PEERS_LENGTHS": str(folder / "lengths.json"),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
     }
     command = [*command, *(f"{key}={value}" for key, value in settings.items())]
-    return followed(command, name, run / "metrics.jsonl", count, arguments, variables)
+    reading = {"read": verl_metrics, "key": "timing_s/step"}
+    return followed(command, run / "metrics.jsonl", name, count, arguments, variables, **reading)
+
+
+def verl_metrics(line: str) -> dict[str, Any]:
+    """Returns the metrics of a line of verl's log."""
+    record = json.loads(line)
+    return record["data"] | {"step": record["step"]}
 
 
 def followed(
-    command: list[Any], name: str, file: Path, count: int, arguments: argparse.Namespace, variables: dict[str, str]
+    command: list[Any],
+    file: Path,
+    name: str,
+    count: int,
+    arguments: argparse.Namespace,
+    variables: dict[str, str],
+    **reading: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Runs a command and yields the lines of its metrics as they come; ends it then."""
+    """Runs a command and yields its metrics as they come. Ends it when they are enough, or time is up."""
     begun = time.time()
     with (arguments.logs / f"{name}.log").open("w") as log:
         run = subprocess.Popen(
@@ -270,11 +323,11 @@ def followed(
             stdout=log,
             stderr=subprocess.STDOUT,
             env=variables,
-            cwd=file.parent.parent if name == "rlframe" else file.parent,
+            cwd=arguments.folder,
             start_new_session=True,
         )
         try:
-            yield from follow(file, run, count=count, until=begun + arguments.limit_s)
+            yield from follow(file, run, count=count, until=begun + arguments.limit_s, **reading)
         finally:
             stop(run)
 
@@ -288,6 +341,7 @@ def figures(steps: list[Step], samples: list[tuple[float, float]], arguments: ar
     return {
         "machine": machine(),
         "versions": {name: installed(name) for name in PACKAGES},
+        "gpu": arguments.gpu,
         "set": arguments.set,
         "counted": len(steps) - arguments.warm_up,
         "median": {key: statistics.median(step[key] for step in counted) for key in names},
@@ -304,32 +358,27 @@ def installed(name: str) -> str | None:
         return None
 
 
-def write(result: dict[str, Any], file: Path) -> None:
-    """Writes the result with what the sides are to each other."""
-    for cases in result.values():
-        ours = cases.get("rlframe")
-        for case in cases.values() if ours else ():
-            case["over_rlframe"] = case["median"]["step"] / ours["median"]["step"]
-            case["tokens_over_rlframe"] = case["median"]["response_tokens"] / ours["median"]["response_tokens"]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def table(cases: dict[str, Any]) -> str:
-    """Returns the sides of a workload, a line each."""
+def table(arguments: argparse.Namespace) -> str:
+    """Returns the sides of a workload that have been measured, a line each."""
+    prefix = f"{arguments.model}_{arguments.workload}_"
+    found = {side: arguments.output / f"{prefix}{side}.json" for side in SIDES}
+    cases = {side: json.loads(file.read_text()) for side, file in found.items() if file.exists()}
+    ours = cases.get("rlframe")
     lines = []
     for name, case in cases.items():
-        seconds = " ".join(f"{key} {case['median'].get(key, 0.0):.2f}" for key in ("step", *PHASES))
+        median = case["median"]
+        seconds = " ".join(f"{key} {median.get(key, 0.0):.2f}" for key in ("step", *PHASES))
         memory = " ".join(f"{key} {value / 1e9:.1f}" for key, value in case["memory_bytes"].items())
-        ratio = case.get("over_rlframe")
-        tokens = case["median"]["response_tokens"]
-        lines.append(
-            f"{name:<10} {seconds} s; start {case['start_s']:.0f} s; {tokens:.0f} response tokens; {memory} GB"
-            + (f"; {ratio:.2f} times rlframe's step" if ratio else "")
-        )
+        line = f"{name:<10} {seconds} s of {case['counted']}; start {case['start_s']:.0f} s; {memory} GB"
+        line += f"; {median['response_tokens']:.0f} response tokens"
+        if ours:
+            line += f"; {median['step'] / ours['median']['step']:.2f} times rlframe's step, "
+            line += f"{median['response_tokens'] / ours['median']['response_tokens']:.4f} times its tokens"
+        lines.append(line)
     return "\n".join(lines)
 
 
+FREE_S, FREE_MIB = 60.0, 2000.0
 PHASES = ("rollout", "train", "weight_sync")
 TRL_PHASES = {"generation": "rollout", "train": "train", "weight_sync": "weight_sync"}
 """Phases by the worker's name. What brings the weights to vLLM lies within its generation."""

@@ -57,15 +57,18 @@ WORKLOADS = {
 
 
 def make_inputs(folder: Path, model: str, workload: Workload, steps: int) -> None:
-    """Fills `folder`: the model, prompts.jsonl of `steps` steps, lengths.json. A model that is there stays."""
+    """Fills `folder`: prompts and lengths of `steps` steps, and a link to the model, which all workloads share."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "model/model.safetensors").exists():
+    shared = folder.parent / model
+    if not (shared / "model.safetensors").exists():
         config = MODELS[model]
-        make_model(config, folder / "model")
-        make_tokenizer(config["vocab_size"]).save_pretrained(folder / "model")
+        make_model(config, shared)
+        make_tokenizer(config["vocab_size"]).save_pretrained(shared)
         # A process of its own, which leaves nothing on the device.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            pool.submit(write_weights, folder / "model").result()
+            pool.submit(write_weights, shared).result()
+    if not (folder / "model").exists():
+        (folder / "model").symlink_to(shared)
     prompts = list(islice(texts(workload, folder, MODELS[model]["vocab_size"]), workload.prompts * steps))
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": each, "answer": ""}) + "\n" for each in prompts)

@@ -43,7 +43,8 @@ def rlframe_settings(workload: Workload, folder: Path, output: Path, *, cuda: bo
         "logging.tensorboard": "false",
     }
     if not cuda:
-        return settings | {"rollout.min_tokens": workload.response_tokens, "train.dtype": "float32"}
+        small = {"train.parallel": "d1", "train.dtype": "float32"}
+        return settings | small | {"rollout.min_tokens": workload.response_tokens}
     groups = dict.fromkeys(("rollout=vllm", "train=cuda", "cluster=cuda"))
     settings |= {
         "+rollout.max_model_len": workload.sequence_tokens,
@@ -144,6 +145,8 @@ def common_verl_settings(workload: Workload, folder: Path, run: Path) -> dict[st
         "data.dataloader_num_workers": 0,
         "data.truncation": "error",
         "actor_rollout_ref.model.path": folder / "model",
+        # mbridge 0.15 reads it off the configuration, where transformers 5 has it in rope_parameters.
+        "+actor_rollout_ref.model.override_config.rope_theta": 1_000_000.0,
         "actor_rollout_ref.model.use_remove_padding": "True",
         "actor_rollout_ref.model.enable_gradient_checkpointing": "False",
         f"{actor}.optim.lr": LR,
@@ -160,6 +163,8 @@ def common_verl_settings(workload: Workload, folder: Path, run: Path) -> dict[st
         f"{rollout}.ignore_eos": "True",
         "reward.num_workers": 1,
         "reward.custom_reward_function.path": BENCHMARKS / "peers/verl_lengths.py",
+        # Never the cluster of another side.
+        "+ray_kwargs.ray_init.address": "local",
         "trainer.logger": "['console','file']",
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -112,11 +112,46 @@ def measure(case: Case, folder: Path, logs: Path | None, name: str, limit_s: flo
     """Returns what was predicted and measured of one case."""
     settings = overrides(case, folder)
     predicted = planned(case, settings, folder)
-    log = (logs or folder) / f"{name}.log"
+    with Memory() as memory:
+        run = watch(case.recipe, settings, folder, log=(logs or folder) / f"{name}.log", limit_s=limit_s)
+    found: dict[str, Any] = {"machine": machine(), "case": asdict(case), "rc": run.rc, "start_s": run.start_s}
+    counted = [row for row in run.timeline if row["step"] > WARM_UP]
+    measured = {"memory_bytes": memory.peaks(spans(counted, of="roles")), "seconds": medians(counted)}
+    found["changes_bytes"] = memory.peaks(spans(counted, of="changes"))
+    found["own"] = own(run.steps[WARM_UP:])
+    for kind, values in measured.items():
+        found[kind] = {
+            phase: {"predicted": predicted[kind].get(phase), "measured": value} for phase, value in values.items()
+        }
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What a run has written that was ended after its last counted step."""
+
+    steps: list[dict[str, float]]
+    """Metrics, the first WARM_UP steps included."""
+    timeline: list[dict[str, Any]]
+    rc: int | None
+    start_s: float
+    """Seconds from its command to its first phase."""
+
+
+def watch(config: str, settings: list[str], folder: Path, *, log: Path, limit_s: float) -> Watched:
+    """Runs a configuration, whose output is `folder`/run, for WARM_UP + STEPS steps.
+
+    Args:
+        log: file of its messages.
+        limit_s: seconds after which it is ended, its start included.
+
+    Raises:
+        SystemExit: it did not get to two counted steps.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "rlframe.main", "--config-name", case.recipe, *settings]
+    command = [sys.executable, "-m", "rlframe.main", "--config-name", config, *settings]
     begun = time.time()
-    with log.open("w") as file, Memory() as memory:
+    with log.open("w") as file:
         run = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         )
@@ -125,19 +160,10 @@ def measure(case: Case, folder: Path, logs: Path | None, name: str, limit_s: flo
         finally:
             stop(run)
     if len(steps) < WARM_UP + 2:
-        raise SystemExit(f"{name}: {len(steps)} steps\n{log.read_text()[-6000:]}")
+        raise SystemExit(f"{log.stem}: {len(steps)} steps\n{log.read_text()[-6000:]}")
     timeline = [json.loads(line) for line in (folder / "run/timeline.jsonl").read_text().splitlines()]
-    found: dict[str, Any] = {"machine": machine(), "case": asdict(case), "rc": run.returncode}
-    found["start_s"] = next(phase["start_s"] for row in timeline for phase in row["phases"]) - begun
-    counted = [row for row in timeline if row["step"] > WARM_UP]
-    measured = {"memory_bytes": memory.peaks(spans(counted, of="roles")), "seconds": medians(counted)}
-    found["changes_bytes"] = memory.peaks(spans(counted, of="changes"))
-    found["own"] = own(steps[WARM_UP:])
-    for kind, values in measured.items():
-        found[kind] = {
-            phase: {"predicted": predicted[kind].get(phase), "measured": value} for phase, value in values.items()
-        }
-    return found
+    first = next(phase["start_s"] for row in timeline for phase in row["phases"])
+    return Watched(steps=steps, timeline=timeline, rc=run.returncode, start_s=first - begun)
 
 
 def overrides(case: Case, folder: Path) -> list[str]:
@@ -215,9 +241,12 @@ def environment() -> dict[str, str]:
 class Memory:
     """The bytes that a device holds, sampled while the block runs."""
 
+    def __init__(self, device: str = "0"):
+        self._device = device
+
     def __enter__(self) -> "Memory":
         self.samples: list[tuple[float, float]] = []
-        query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        query = ["nvidia-smi", "-i", self._device, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         self._process = subprocess.Popen([*query, "-lms", str(SAMPLE_MS)], stdout=subprocess.PIPE, text=True)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -262,9 +291,9 @@ def spans(timeline: Iterable[Mapping[str, Any]], *, of: str = "phases") -> Itera
                 yield PHASES[phase["name"]], ready if of == "roles" else start, ready if of == "changes" else end
 
 
-def own(steps: list[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the medians of the metrics of memory and of time."""
-    names = {name for step in steps for name in step if name.startswith(("memory/", "time/"))}
+def own(steps: Sequence[Mapping[str, Any]], areas: tuple[str, ...] = ("memory/", "time/")) -> dict[str, float]:
+    """Returns the medians of the metrics of memory and of time, or of other areas."""
+    names = {name for step in steps for name in step if name.startswith(areas)}
     return {name: statistics.median(step[name] for step in steps if name in step) for name in sorted(names)}
 
 

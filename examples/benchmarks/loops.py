@@ -259,7 +259,7 @@ def overrides(case: Case, folder: Path, arguments: argparse.Namespace) -> list[s
     prompt, response, items = (16, 8, 4) if tiny else (PROMPT_TOKENS, RESPONSE_TOKENS, case.items)
     data = folder / "data.jsonl"
     record = partial(case.record, prompt=prompt, response=response)
-    write(data, (record(row) for row in range(items * (WARM_UP + STEPS + 2))), words_up_to=sizes["vocab_size"])
+    write(data, (record(row) for row in range(items * (WARM_UP + STEPS + 2))), tiny=tiny)
     found: dict[str, Any] = {
         "output": folder / "run",
         "prompts_per_step": items,
@@ -298,14 +298,13 @@ def sampled(prompt: int, response: int, *, tiny: bool) -> dict[str, Any]:
     return found | {f"rollout.{key}": value for key, value in engine.items()}
 
 
-def write(file: Path, records: Iterable[dict[str, Any]], *, words_up_to: int) -> None:
-    """Writes records. Of a small vocabulary the words are taken modulo its size, past the special tokens."""
+def write(file: Path, records: Iterable[dict[str, Any]], *, tiny: bool) -> None:
+    """Writes records, with words that a tiny model's tokenizer has too: none begins like the special tokens."""
 
     def known(value: Any) -> Any:
-        if not isinstance(value, str) or not value.startswith("w"):
+        if not tiny or not isinstance(value, str) or not value.startswith("w"):
             return value
-        numbers = (int(word[1:]) for word in value.split())
-        return " ".join(f"w{number if number < words_up_to else 3 + number % (words_up_to - 3)}" for number in numbers)
+        return " ".join(f"w{300 + int(word[1:]) % 600}" for word in value.split())
 
     lines = (json.dumps({key: known(value) for key, value in record.items()}) + "\n" for record in records)
     file.write_text("".join(lines))

@@ -37,6 +37,7 @@ SAMPLED = {
     "reward.parts.exact_match.name": f"{REWARD}:score",
     "rollout.num_engines": 1,
     "data.evaluation_count": 0,
+    "data.max_prompt_tokens": 64,
 }
 """Of loops that sample. A replay evaluates nothing."""
 ADVANTAGES = SAMPLED | {

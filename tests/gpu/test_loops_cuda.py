@@ -4,6 +4,7 @@ A loop that samples is recorded on the CPU and replayed on the GPU, so that both
 devices of its own takes a second GPU.
 """
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from tests.multiprocess.program import REWARD, metrics, run
 pytestmark = pytest.mark.gpu
 
 STEPS = 3
-AT_ONCE = 6
+AT_ONCE = max(1, len(os.sched_getaffinity(0)) // 3)
 """Loops that run at the same time: most of a run is its start."""
 SHORT = {
     "steps": STEPS,
@@ -48,6 +49,7 @@ ADVANTAGES = SAMPLED | {
 }
 """Of those whose rewards are turned into advantages, with a frozen reference. The loss of the first optimizer step on a
 batch is 0, because advantages add up to 0 and ratios are 1; that of a half is not."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 MOST = 1e-4
 """Greatest difference of a loss."""
 OF_GRADIENTS = 1e-3
@@ -102,7 +104,7 @@ def both(name: str, folder: Path, *, device: str = "cuda") -> tuple[Path, Path]:
     if "gkd" in name:
         settings["teacher.path"] = checkpoint("dense", folder / "teacher")
     recorded = {"rollout.record": "true"} if loop.samples else {}
-    ours = run(folder / "cpu", settings | recorded | {"cluster": "cpu"}, config=loop.config)
+    ours = run(folder / "cpu", settings | recorded | {"cluster": "cpu"}, config=loop.config, environment=NO_GPU)
     replayed = {"rollout.replay": ours} if loop.samples else {}
     theirs = run(
         folder / device,

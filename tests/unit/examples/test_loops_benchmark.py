@@ -19,12 +19,13 @@ from rlframe.run.preflight.devices import KINDS
 from rlframe.run.preflight.plan import plan
 from rlframe.tools.plan import on
 
-SIZES = ("tiny", pytest.param("qwen3_1p7b", marks=pytest.mark.thorough))
-"""Settings are the same for both; the vocabulary of the large one takes seconds."""
+CELLS = [(name, "tiny") for name in ("embedding", "ppo", "gkd_engine")] + [
+    pytest.param(name, "qwen3_1p7b", marks=pytest.mark.thorough) for name in loops.CASES
+]
+"""Settings are the same for both sizes; the vocabulary of the large one takes seconds."""
 
 
-@pytest.mark.parametrize("model", SIZES)
-@pytest.mark.parametrize("name", loops.CASES)
+@pytest.mark.parametrize(("name", "model"), CELLS)
 def test_a_case_is_accepted_for_gpus_of_80_gb_and_fits_them(
     name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

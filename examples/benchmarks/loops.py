@@ -10,7 +10,8 @@ computes every token: passes of a teacher count nothing, and neither do those of
 recomputed. Memory is the most that nvidia-smi says of each device, 20 times a second, in the counted steps, less what
 it said before the run.
 
-A case that fails or takes longer than --limit-s leaves the end of its messages in the result, and the next one begins.
+A case that fails or takes longer than --limit-s leaves the end of its messages in the result and its workers' logs in
+--logs, and the next one begins.
 Calls at the same time, each with CUDA_VISIBLE_DEVICES of its own, may share --output.
 """
 
@@ -18,6 +19,7 @@ import argparse
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -196,8 +198,10 @@ def attempted(name: str, folder: Path, arguments: argparse.Namespace) -> dict[st
     begun = time.time()
     try:
         found = measure(name, folder, arguments)
-    except (SystemExit, RuntimeError, OSError, KeyError, StopIteration) as error:
+    except (SystemExit, RuntimeError, ImportError, OSError, ValueError, KeyError, StopIteration) as error:
         found = {"failed": f"{type(error).__name__}: {error}"}
+        if arguments.logs and (workers := folder / "run/logs").exists():
+            shutil.copytree(workers, arguments.logs / f"{name}.workers", dirs_exist_ok=True)
     sizes = {"model": arguments.model, "prompt_tokens": PROMPT_TOKENS, "response_tokens": RESPONSE_TOKENS}
     described = {key: value for key, value in asdict(CASES[name]).items() if key != "record"}
     given = {"case": described, "sizes": sizes, "rehearsed": arguments.rehearse, "set": arguments.set}

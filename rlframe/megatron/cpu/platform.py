@@ -61,7 +61,7 @@ def install(device: torch.device) -> None:
     torch.compile = uncompiled
     for name in FOR_CUDA:
         # Its import then raises an ImportError, and Megatron uses torch's.
-        sys.modules[name] = None  # pyright: ignore[reportArgumentType]
+        sys.modules[name] = None
     for replacements in (in_torch, in_megatron):
         for owner, name, replacement in replacements():
             setattr(owner, name, replacement)

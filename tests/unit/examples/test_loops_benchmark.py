@@ -19,20 +19,16 @@ from rlframe.run.preflight.devices import KINDS
 from rlframe.run.preflight.plan import plan
 from rlframe.tools.plan import on
 
-CELLS = [(name, "tiny") for name in ("embedding", "ppo", "gkd_engine")] + [
-    pytest.param(name, "qwen3_1p7b", marks=pytest.mark.thorough) for name in loops.CASES
-]
-"""Settings are the same for both sizes; the vocabulary of the large one takes seconds."""
 
-
-@pytest.mark.parametrize(("name", "model"), CELLS)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", loops.CASES)
 def test_a_case_is_accepted_for_gpus_of_80_gb_and_fits_them(
-    name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without its weights, which take a GPU to draw.
     monkeypatch.setattr(loops, "make_teacher", lambda config, folder, device: loops.make_model(config, folder))
     device, case = KINDS["h100"], loops.CASES[name]
-    arguments = Namespace(rehearse=False, model=model, teacher=model, set=[])
+    arguments = Namespace(rehearse=False, model="qwen3_1p7b", teacher="qwen3_1p7b", set=[])
     config = on(device, load(case.config, loops.overrides(case, tmp_path, arguments)))
     faults = [fault for fault in planned_faults(config) if str(fault.key) != "teacher.path"]
     assert [str(fault) for fault in faults] == []

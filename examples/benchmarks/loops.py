@@ -127,7 +127,8 @@ def distilled(**settings: Any) -> Case:
     """Returns GKD on the student's own responses, with a frozen teacher."""
     apart = 2 if settings else 1
     settings = {"algorithm.on_policy_fraction": 1} | settings
-    return Case(config="gkd_qwen3_moe_tiny", record=asked, settings=settings, online=True, teacher=True, devices=apart)
+    given = {"config": "gkd_qwen3_moe_tiny", "record": asked, "items": 32, "settings": settings}
+    return Case(**given, online=True, teacher=True, devices=apart)
 
 
 CASES = {
@@ -184,7 +185,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("cases", choices=CASES, nargs="+")
     parser.add_argument("--model", choices=MODELS, default="qwen3_1p7b", help="dimensions of the policy")
     parser.add_argument("--teacher", choices=MODELS, default="qwen3_1p7b", help="dimensions of a teacher")
-    parser.add_argument("--limit-s", type=float, default=200.0, help="seconds of one case, its start included")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="seconds of one case, its start included")
     parser.add_argument("--set", nargs="*", default=[], help="key=value for rlframe's configuration, in every case")
     parser.add_argument("--output", type=Path, default=HERE / "results/loops.json")
     parser.add_argument("--logs", type=Path, help="folder for the messages of the runs")

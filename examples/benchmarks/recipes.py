@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -156,9 +156,53 @@ def measure(case: Case, folder: Path, log: Path, limit_s: float, device: str | N
     """Returns what was predicted and measured of one case."""
     settings = overrides(case, folder)
     predicted = planned(case, settings, folder, device)
-    command = [sys.executable, "-m", "rlframe.main", "--config-name", case.recipe, *settings]
+    with Memory() as memory:
+        run = watch(case.recipe, settings, folder, log=log, limit_s=limit_s)
+    found: dict[str, Any] = {"machine": machine(), "case": asdict(case), "rc": run.rc, "start_s": run.start_s}
+    found["device"] = predicted["device"]
+    counted = [row for row in run.timeline if row["step"] > WARM_UP]
+    roles, changes = list(spans(counted, of="roles")), list(spans(counted, of="changes"))
+    found["changes_bytes"] = [memory.peaks(index, changes) for index in memory.samples]
+    found["own"] = own(run.steps[WARM_UP:])
+    devices = [
+        paired(reserved, memory.peaks(index, roles))
+        for reserved, index in zip(predicted["reserved"], memory.samples, strict=False)
+    ]
+    found["memory_bytes"], found["memory_of_other_devices"] = devices[0], devices[1:]
+    return found | {"seconds": paired(predicted["seconds"], medians(counted))}
+
+
+def paired(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
+    """Returns both values of each phase that was measured."""
+    return {phase: {"predicted": predicted.get(phase), "measured": value} for phase, value in measured.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What a run has written that was ended after its last counted step."""
+
+    steps: list[dict[str, float]]
+    """Metrics, the first WARM_UP steps included."""
+    timeline: list[dict[str, Any]]
+    rc: int | None
+    start_s: float
+    """Seconds from its command to its first phase."""
+
+
+def watch(config: str, settings: list[str], folder: Path, *, log: Path, limit_s: float) -> Watched:
+    """Runs a configuration, whose output is `folder`/run, for WARM_UP + STEPS steps.
+
+    Args:
+        log: file of its messages.
+        limit_s: seconds after which it is ended, its start included.
+
+    Raises:
+        SystemExit: it did not get to two counted steps.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "rlframe.main", "--config-name", config, *settings]
     begun = time.time()
-    with log.open("w") as file, Memory() as memory:
+    with log.open("w") as file:
         run = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         )
@@ -167,25 +211,10 @@ def measure(case: Case, folder: Path, log: Path, limit_s: float, device: str | N
         finally:
             stop(run)
     if len(steps) < WARM_UP + 2:
-        raise SystemExit(f"{case.recipe}: {len(steps)} steps\n{log.read_text()[-6000:]}")
+        raise SystemExit(f"{log.stem}: {len(steps)} steps\n{log.read_text()[-6000:]}")
     timeline = [json.loads(line) for line in (folder / "run/timeline.jsonl").read_text().splitlines()]
-    found: dict[str, Any] = {"machine": machine(), "case": asdict(case), "rc": run.returncode}
-    found["device"] = predicted["device"]
-    found["start_s"] = next(phase["start_s"] for row in timeline for phase in row["phases"]) - begun
-    counted = [row for row in timeline if row["step"] > WARM_UP]
-    roles, changes = list(spans(counted, of="roles")), list(spans(counted, of="changes"))
-    found["changes_bytes"] = [memory.peaks(index, changes) for index in memory.samples]
-    found["own"] = own(steps[WARM_UP:])
-    devices = [paired(predicted["reserved"][place], memory.peaks(index, roles)) for place, index in enumerate(
-        list(memory.samples)[: len(predicted["reserved"])]
-    )]  # fmt: skip
-    found["memory_bytes"], found["memory_of_other_devices"] = devices[0], devices[1:]
-    return found | {"seconds": paired(predicted["seconds"], medians(counted))}
-
-
-def paired(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
-    """Returns both values of each phase that was measured."""
-    return {phase: {"predicted": predicted.get(phase), "measured": value} for phase, value in measured.items()}
+    first = next(phase["start_s"] for row in timeline for phase in row["phases"])
+    return Watched(steps=steps, timeline=timeline, rc=run.returncode, start_s=first - begun)
 
 
 def overrides(case: Case, folder: Path) -> list[str]:
@@ -330,9 +359,9 @@ def spans(timeline: Iterable[Mapping[str, Any]], *, of: str = "phases") -> Itera
                 yield PHASES[phase["name"]], ready if of == "roles" else start, ready if of == "changes" else end
 
 
-def own(steps: list[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the medians of the metrics of memory and of time."""
-    names = {name for step in steps for name in step if name.startswith(("memory/", "time/"))}
+def own(steps: Sequence[Mapping[str, Any]], areas: tuple[str, ...] = ("memory/", "time/")) -> dict[str, float]:
+    """Returns the medians of the metrics of memory and of time, or of other areas."""
+    names = {name for step in steps for name in step if name.startswith(areas)}
     return {name: statistics.median(step[name] for step in steps if name in step) for name in sorted(names)}
 
 

@@ -78,18 +78,23 @@ Measured = tuple[dict[str, Expected], dict[Setup, list[dict[str, Any]]]]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Dtype, int], Measured | AssertionError]:
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Dtype, int], Measured | AssertionError]:
     """By number format and number of ranks, which are started when first asked for: what transformers has with weights
-    rounded to the format, and what the ranks have; or why they have nothing.
+    rounded to the format, and what the ranks have in the setups of the selected tests; or why they have nothing.
 
     A fixture with these two as parameters would be made anew for every test (pytest 9.2).
     """
+    given = [item.callspec.params for item in request.session.items if item.path == request.path]
+    selected = {(each["dtype"], each["setup"]) for each in given}
 
     @cache
     def of(dtype: Dtype, world: int) -> Measured | AssertionError:
-        folders = {name: tmp_path_factory.mktemp(name) for name in cells.MODELS}
+        chosen = [setup for setup in setups(dtype) if (dtype, setup) in selected]
+        folders = {name: tmp_path_factory.mktemp(name) for name in sorted({setup.model for setup in chosen})}
         try:
-            return comparison.run(setups(dtype), folders, device=Device.CUDA, dtype=dtype, worlds=[world])
+            return comparison.run(chosen, folders, device=Device.CUDA, dtype=dtype, worlds=[world])
         except AssertionError as error:
             return error
 

@@ -20,6 +20,9 @@ from rlframe.cluster.config import Device
 from rlframe.cluster.cuda import check_cuda
 
 FACTORIES = ("tensor", "zeros")
+FOR_CUDA = ("transformer_engine", "apex")
+"""Packages that Megatron takes its optimizer and its norms of gradients from wherever they are installed, and that
+compute on CUDA only."""
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables with torch's settings of CUDA memory, by the new and the old name."""
 
@@ -56,6 +59,9 @@ def install(device: torch.device) -> None:
     # Megatron decorates functions with it that are not fused on a CPU. Importing the compiler for them would take as
     # long as all else that a rank imports.
     torch.compile = uncompiled
+    for name in FOR_CUDA:
+        # Its import then raises an ImportError, and Megatron uses torch's.
+        sys.modules[name] = None
     for replacements in (in_torch, in_megatron):
         for owner, name, replacement in replacements():
             setattr(owner, name, replacement)

@@ -72,6 +72,23 @@ def test_each_replacement_is_needed(outcomes: dict[str, str]) -> None:
     assert unneeded - known == (set() if torch.cuda.is_available() else NEEDED_BESIDE_A_GPU)
 
 
+def test_no_rank_on_a_cpu_imports_what_computes_on_cuda_only(tmp_path: pathlib.Path) -> None:
+    """As on a machine with GPUs, where Megatron would take its optimizer from there."""
+    (tmp_path / "transformer_engine.py").write_text("raise RuntimeError('imported on a CPU')")
+    assert run_distributed(adam_beside_transformer_engine, 1, str(tmp_path), bare=True) == ["torch.optim.adamw"]
+
+
+def adam_beside_transformer_engine(rank: int, init_method: str, folder: str) -> str:
+    """The module of Megatron's Adam where `folder` has a Transformer Engine."""
+    from rlframe.megatron.cpu import platform
+
+    sys.path.insert(0, folder)
+    platform.install(torch.device("cpu"))
+    from megatron.core import optimizer
+
+    return optimizer.Adam.__module__
+
+
 def test_parts_of_unequal_size_are_gathered_which_gloo_refuses() -> None:
     for refusal, gathered in run_distributed(gather_unequal_parts, 2, bare=True):
         assert "invalid tensor size" in refusal

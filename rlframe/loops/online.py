@@ -21,7 +21,7 @@ from rlframe.loops.evaluation.evaluate import EvaluationBeside, evaluate, judged
 from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import rollout_metrics, token_counts
+from rlframe.loops.reporting.metrics import Tokens, rollout_metrics
 from rlframe.loops.reporting.samples import Chosen
 from rlframe.loops.reporting.trackers.base import EVALUATED
 from rlframe.loops.sampling.scoring import Scorer
@@ -108,11 +108,12 @@ class RolloutLoop(Loop):
         Args:
             synced: metrics of the weight sync.
         """
-        metrics = rollout_metrics(groups) | synced | self.sampler.metrics() | self.policy.metrics
+        tokens = Tokens.of(members(groups))
+        metrics = rollout_metrics(groups, tokens) | synced | self.sampler.metrics() | self.policy.metrics
         metrics |= self.critic.metrics if self.critic else {}
         times = self.phase.step_times({POLICY: self.policy, **self.auxiliary})
-        lengths, sampled = token_counts(members(groups))
-        metrics |= self.throughput.of_training(times, lengths) | self.throughput.of_sampling(times, lengths, sampled)
+        metrics |= self.throughput.of_training(times, tokens.lengths)
+        metrics |= self.throughput.of_sampling(times, tokens.lengths, tokens.sampled)
         return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
         }  # fmt: skip

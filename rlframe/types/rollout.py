@@ -381,10 +381,21 @@ def reward_of(sequences: Sequence[Rollout]) -> float:
     return sequences[-1].reward + at_tokens
 
 
+def rewards_of(attempts: Iterable[Sequence[Rollout]]) -> list[float]:
+    """Returns the total reward of each attempt, as `reward_of`."""
+    everything = list(attempts)
+    if any(each.turn_parts or each.token_rewards is not None for sequences in everything for each in sequences):
+        return [reward_of(sequences) for sequences in everything]
+    return [sequences[-1].reward for sequences in everything]
+
+
 def attempts_in(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
     """Returns the rollouts of several groups, as `members` gives them, those of one attempt together."""
+    everything = list(rollouts)
+    if not any(rollout.sequence for rollout in everything):
+        return [[rollout] for rollout in everything]
     found: list[list[Rollout]] = []
-    for rollout in rollouts:
+    for rollout in everything:
         if found and rollout.sequence > found[-1][-1].sequence:
             found[-1].append(rollout)
         else:

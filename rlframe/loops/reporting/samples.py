@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -22,7 +23,7 @@ from rlframe.loops.config import Keep, SamplesConfig
 from rlframe.types.batch import TrainBatch
 from rlframe.types.rollout import Rollout, attempts_in, reward_of, rewards_of
 from rlframe.utils.files import writing
-from rlframe.utils.text import json_line
+from rlframe.utils.text import json_line, printable
 
 SAMPLES = "samples"
 NAME = re.compile(r"step-(\d{8,})(?:-evaluation-(.+))?\.jsonl\.gz")
@@ -245,10 +246,19 @@ def _split(rows: Sequence[np.ndarray], ends: Sequence[int]) -> list[list[float |
 
 
 def _put(path: Path, records: list[dict[str, Any]]) -> None:
-    lines = "".join(map(json_line, records)).encode()
+    lines = "".join(map(_line, records)).encode()
     with writing(path):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(lines, LEVEL, mtime=0))
+
+
+def _line(record: dict[str, Any]) -> str:
+    """Returns the line of a record, as `json_line`, six times as fast where there are many numbers."""
+    try:
+        return printable(msgspec.json.encode(record).decode()) + "\n"
+    except (UnicodeEncodeError, TypeError):
+        # Halves of surrogate pairs, and numbers of numpy's.
+        return json_line(record)
 
 
 def described(rollout: Rollout) -> dict[str, Any]:

@@ -67,7 +67,8 @@ class Blocks(Callback):
         self._last, self.on = now, TELLS[step // self.block % len(TELLS)]
 
     def switch(self, owner: Any, name: str, off: Callable[..., Any]) -> None:
-        """Lets a method or function that tells do `off` instead in the blocks that tell nothing, and measures it in the others."""
+        """Lets a method or function that tells do `off` instead in the blocks that tell nothing, and measures it in the
+        others."""
         original = getattr(owner, name)
 
         def call(*arguments: Any, **named: Any) -> Any:

@@ -4,8 +4,8 @@
 
 Writes the folder of a run as its own writers do, with random attempts and as many metrics as the largest runs have, and
 builds the page three times in a process of its own. `main_job` has 500 steps of 64 x 8 attempts of 13 tokens,
-`long_answers` 50 steps of 512 attempts of 8,192 tokens. Prints JSON and writes `results/report_page.json`: bytes, CPU seconds (the median) and the
-memory that building adds to the process.
+`long_answers` 50 steps of 512 attempts of 8,192 tokens. Prints JSON and writes `results/report_page.json`: bytes, CPU
+seconds (the median) and the memory that building adds to the process.
 """
 
 import argparse

@@ -36,7 +36,9 @@ def test_sampled_tokens_see_the_prompt_and_each_other() -> None:
     expected = {"throughput/rollout_tokens_per_s_device": 2.0, "throughput/rollout_mfu_fraction": 2 * 28 / 10_800}
     assert throughput.of_sampling(TIMES, counts.lengths, counts.sampled) == pytest.approx(expected)
     ahead = Throughput(shapes={"rollout": shape(1)}, samples_ahead=True)
-    assert ahead.of_sampling(TIMES, counts.lengths, counts.sampled) == {"throughput/rollout_tokens_per_s_device": 1.0}, "and no peak, no MFU"
+    assert ahead.of_sampling(TIMES, counts.lengths, counts.sampled) == {
+        "throughput/rollout_tokens_per_s_device": 1.0
+    }, "and no peak, no MFU"
 
 
 def test_nothing_is_said_of_roles_that_a_run_lacks() -> None:

@@ -71,9 +71,10 @@ def write_run(folder: Path, *, steps: int, prompts: int, group: int, prompt_toke
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     (folder / "overrides.yaml").write_text(yaml.safe_dump([f"steps={steps}"]))
     log = MetricsLog(LoggingConfig(progress=False), folder, name="run", steps=steps, done_steps=None, decode=piece)
-    generator = np.random.default_rng(0)
+    pool = Pool(np.random.default_rng(0))
+    metrics: dict[str, float] = {}
     for step in range(1, steps + 1):
-        groups = [made(generator, each, group, prompt_tokens, tokens) for each in range(prompts)]
+        groups = [made(pool, each, group, prompt_tokens, tokens) for each in range(prompts)]
         batch = pack(groups)
         batch = batch.with_advantages(torch.randn(batch.num_tokens) * batch.loss_mask)
         chosen = log.choose_samples(step, members(groups), batch)
@@ -81,8 +82,9 @@ def write_run(folder: Path, *, steps: int, prompts: int, group: int, prompt_toke
         log.log_samples(chosen)
         for phase in PHASES:
             log.timeline.ended(phase, None, 0.1)
-        metrics = rollout_metrics(groups)
-        others = {f"area_{each % 9}/other_{each}_nats": value for each, value in enumerate(generator.random(METRICS))}
+        metrics = metrics or rollout_metrics(groups)
+        values = pool.generator.random(METRICS).tolist()
+        others = {f"area_{each % 9}/other_{each}_nats": value for each, value in enumerate(values)}
         log.log(step, dict(list((metrics | others).items())[:METRICS]))
     log.close()
 
@@ -92,28 +94,42 @@ def piece(token: int) -> str:
     return f" word{token}"
 
 
-def made(generator: np.random.Generator, place: int, group: int, prompt_tokens: int, tokens: int) -> Group:
+class Pool:
+    """Random tokens and logprobs, of which attempts get stretches: drawing all of them anew would take minutes."""
+
+    def __init__(self, generator: np.random.Generator):
+        self.generator = generator
+        self._tokens = generator.integers(0, 30_000, 1 << 20).astype(np.int32)
+        self._nats = -generator.exponential(1.0, 1 << 20).astype(np.float32)
+
+    def stretch(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `count` tokens and their logprobs."""
+        start = int(self.generator.integers(0, len(self._tokens) - count))
+        return self._tokens[start : start + count], self._nats[start : start + count]
+
+
+def made(pool: Pool, place: int, group: int, prompt_tokens: int, tokens: int) -> Group:
     """Returns attempts of random tokens at a prompt."""
-    words = generator.integers(0, 30_000, prompt_tokens)
+    words, _ = pool.stretch(prompt_tokens)
     prompt = Prompt(id=str(place), input=ModelInput(words), text="".join(map(piece, words)), answer="42")
     sampled = np.arange(tokens) >= prompt_tokens
     found = []
     for index in range(group):
-        reward = float(generator.integers(0, 2))
-        answer = generator.integers(0, 30_000, tokens - prompt_tokens)
+        reward = float(pool.generator.integers(0, 2))
+        answer, nats = pool.stretch(tokens - prompt_tokens)
         rollout = Rollout(
             prompt=prompt,
             sample_index=index,
             input=prompt.input.then(answer),
             loss_mask=sampled,
-            rollout_logprobs=np.where(sampled, -generator.exponential(1.0, tokens), 0.0),
+            rollout_logprobs=np.concatenate([np.zeros(prompt_tokens, np.float32), nats]),
             versions=np.where(sampled, 1, -1),
             finish_reason=FinishReason.STOP,
             reward=reward,
             reward_parts={"exact_match": reward},
             reward_weights={"exact_match": 1.0},
         )
-        # A text is only read of those that are kept, and takes long to make of all.
+        # As long as a real one: words of one's own for each of 4 million tokens would take longer than all else.
         rollout.text = f"word{answer[0]} " * (tokens - prompt_tokens)
         found.append(rollout)
     return Group(id=str(place), prompt=prompt, rollouts=found)

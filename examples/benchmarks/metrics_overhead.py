@@ -13,7 +13,8 @@ On a GPU, with 512 attempts of 128 tokens from vLLM and a model that needs no do
 
     python examples/benchmarks/metrics_overhead.py --pairs 6 --output gpu.json rollout=vllm train=cuda cluster=cuda \\
         rollout.num_engines=1 rollout.compile=false rollout.kv_cache_gb=4 rollout.sleep_level=0 \\
-        rollout.max_num_seqs=512 rollout.max_model_len=256 rollout.max_tokens=128 rollout.min_tokens=128
+        rollout.max_num_seqs=512 rollout.max_model_len=256 data.max_prompt_tokens=64 \\
+        rollout.max_tokens=128 rollout.min_tokens=128
 """
 
 import argparse

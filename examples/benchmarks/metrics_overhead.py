@@ -27,12 +27,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from rlframe.loops.callbacks import Callback
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import MetricsLog
+from rlframe.loops.reporting.metrics import MetricsLog, Seen, Tokens
 from rlframe.loops.reporting.samples import Chosen
 from rlframe.megatron.driver import policy
 from rlframe.run.library import run
@@ -70,7 +71,9 @@ class Blocks(Callback):
     def switch(self, owner: Any, name: str, off: Callable[..., Any]) -> None:
         """Lets a method or function that tells do `off` instead in the blocks that tell nothing, and measures it in the
         others."""
-        original = getattr(owner, name)
+        original = vars(owner)[name]
+        of_class = isinstance(original, classmethod)
+        original = original.__func__ if of_class else original
 
         def call(*arguments: Any, **named: Any) -> Any:
             if not self.on:
@@ -81,7 +84,7 @@ class Blocks(Callback):
             finally:
                 self.inside_s += time.thread_time() - began
 
-        setattr(owner, name, call)
+        setattr(owner, name, classmethod(call) if of_class else call)
 
 
 def cpu_s() -> Seconds:
@@ -109,6 +112,12 @@ def threads_s() -> float:
 def times_only(loop: OnlineLoop, *_: Any) -> dict[str, float]:
     """Stands for OnlineLoop.describe: the phases begin again, and nothing is counted."""
     return loop.phase.step_times({})
+
+
+def nothing_seen(_: type[Seen], groups: Any) -> Seen:
+    """Stands for Seen.of."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return Seen(metrics={}, tokens=Tokens(lengths=nothing, sampled=nothing, ids=nothing))
 
 
 def nothing_kept(_: MetricsLog, step: int, rollouts: Any, batch: Any = None, *, evaluation: str = "") -> Chosen:
@@ -159,6 +168,7 @@ def main() -> None:
     blocks.switch(MetricsLog, "log", lambda log, step, metrics: log.callbacks.on_step(step, metrics))
     blocks.switch(MetricsLog, "log_samples", lambda *_: None)
     blocks.switch(MetricsLog, "choose_samples", nothing_kept)
+    blocks.switch(Seen, "of", nothing_seen)
     blocks.switch(AdvantageStats, "of", lambda *_: {})
     # Only called for rollouts that are kept.
     blocks.switch(policy, "kept_logprobs", policy.kept_logprobs)

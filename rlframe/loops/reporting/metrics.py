@@ -231,6 +231,21 @@ class Tokens:
         return cls(lengths=lengths, sampled=sampled, ids=ids)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """The numbers of a step's rollouts."""
+
+    metrics: dict[str, float]
+    """See `rollout_metrics`."""
+    tokens: Tokens
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> "Seen":
+        """Returns the numbers of rollouts."""
+        tokens = Tokens.of(members(groups))
+        return cls(metrics=rollout_metrics(groups, tokens), tokens=tokens)
+
+
 def rollout_metrics(groups: Sequence[Group], tokens: Tokens | None = None) -> dict[str, float]:
     """Returns metrics of the rollouts of a step: rewards of attempts, lengths and repetition of sequences, how they
     ended, how many groups have a signal.

@@ -65,7 +65,9 @@ def command(arguments: argparse.Namespace, folder: Path) -> list[str]:
         "rollout.min_tokens": arguments.tokens,
         "rollout.max_model_len": 4 * PROMPT_TOKENS + arguments.tokens,
         "rollout.max_num_seqs": max(SIZES),
-        "rollout.gpu_memory_utilization": 0.3,
+        # With a size of its own the engine starts beside the policy. 64 sequences of 384 tokens take 0.2 GB in float32.
+        "rollout.kv_cache_gb": 2,
+        "rollout.sleep_level": 0,
         "rollout.num_engines": 1,
         "rollout.engine_options": f"{{compilation_config:{graphs}}}",
         "train.dtype": "bfloat16",

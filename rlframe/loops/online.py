@@ -21,7 +21,7 @@ from rlframe.loops.evaluation.evaluate import EvaluationBeside, evaluate, judged
 from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet
 from rlframe.loops.probe import Probe
 from rlframe.loops.reporting.advantage_stats import AdvantageStats
-from rlframe.loops.reporting.metrics import rollout_metrics, token_counts
+from rlframe.loops.reporting.metrics import Seen
 from rlframe.loops.reporting.samples import Chosen
 from rlframe.loops.reporting.trackers.base import EVALUATED
 from rlframe.loops.sampling.scoring import Scorer
@@ -81,7 +81,7 @@ class RolloutLoop(Loop):
             with self.phase("critic", on=self.critic):
                 metrics |= self.critic.train(batch).metrics
         train_batch = self.algorithm.train_batch(batch)  # [T]
-        samples = self.samples(step, groups, train_batch)
+        samples, seen = self.look(step, groups, train_batch)
         if step > self.algorithm.critic_warmup_steps:
             with self.phase("train", on=self.policy):
                 trained = self.policy.train(samples.marked(train_batch))
@@ -94,25 +94,27 @@ class RolloutLoop(Loop):
             self.sampler.settle(step)
         self.metrics.log_samples(samples)
         counts = self.advantage_stats.of(step, train_batch)
-        self.metrics.log(step, self.describe(groups, synced) | metrics | counts)
+        self.metrics.log(step, self.describe(seen, synced) | metrics | counts)
 
-    def samples(self, step: int, groups: list[Group], batch: TrainBatch) -> Chosen:
-        """Shows the batch to the callbacks. Returns the rollouts that the run keeps of a step."""
+    def look(self, step: int, groups: list[Group], batch: TrainBatch) -> tuple[Chosen, Seen]:
+        """Shows the batch to the callbacks. Returns the rollouts that the run keeps of a step, and the numbers of all
+        of them: before the training, after which no processor has these thousands of small objects at hand."""
         rollouts = members(groups)
         self.metrics.callbacks.on_batch(step, rollouts, batch)
-        return self.metrics.choose_samples(step, rollouts, batch)
+        return self.metrics.choose_samples(step, rollouts, batch), Seen.of(groups)
 
-    def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
+    def describe(self, seen: Seen, synced: dict[str, float]) -> dict[str, float]:
         """Returns metrics of the rollouts, of the models and of the step's time.
 
         Args:
             synced: metrics of the weight sync.
         """
-        metrics = rollout_metrics(groups) | synced | self.sampler.metrics() | self.policy.metrics
+        tokens = seen.tokens
+        metrics = seen.metrics | synced | self.sampler.metrics() | self.policy.metrics
         metrics |= self.critic.metrics if self.critic else {}
         times = self.phase.step_times({POLICY: self.policy, **self.auxiliary})
-        lengths, sampled = token_counts(members(groups))
-        metrics |= self.throughput.of_training(times, lengths) | self.throughput.of_sampling(times, lengths, sampled)
+        metrics |= self.throughput.of_training(times, tokens.lengths)
+        metrics |= self.throughput.of_sampling(times, tokens.lengths, tokens.sampled)
         return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
         }  # fmt: skip
@@ -167,9 +169,9 @@ class OnlineLoop(RolloutLoop):
         }
         self.schedule.run(done_steps, self.step, after)
 
-    def describe(self, groups: list[Group], synced: dict[str, float]) -> dict[str, float]:
+    def describe(self, seen: Seen, synced: dict[str, float]) -> dict[str, float]:
         """Returns also metrics of the engines and of the data."""
-        metrics = super().describe(groups, synced)
+        metrics = super().describe(seen, synced)
         metrics |= self.rollout.metrics() | self.attempts.metrics() | self.leases.metrics()
         metrics |= self.evaluation.metrics() if self.evaluation else {}
         return metrics | {"data/epoch": float(self.prompts.epoch)}

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from rlframe.loops.saving.checkpoints import Checkpoints
 from rlframe.loops.stop import Stop
+from rlframe.ops.threads import one_thread
 
 
 class Event(StrEnum):
@@ -52,7 +53,8 @@ class Schedule:
         """
         self.begin()
         for number in self.stop.steps(done_steps + 1, self.last_step, settle=self.checkpoints.finish):
-            with self.profiled(number):
+            # The ranks have the cores: what the driver computes in a step is small.
+            with self.profiled(number), one_thread():
                 step(number)
             self.prove(number)
             self.checkpoints.check()

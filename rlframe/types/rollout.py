@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from itertools import chain, repeat
+from operator import attrgetter, is_
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
@@ -20,6 +22,8 @@ OFFLINE_VERSION = -1
 """Version of a token that no policy sampled: of a prompt, of an observation, or of a response from the data."""
 NOBODY = OFFLINE_VERSION - 1
 """Version that marks tokens which are not part of a response."""
+SEQUENCE, TURN_PARTS, TOKEN_REWARDS = map(attrgetter, ("sequence", "turn_parts", "token_rewards"))
+"""Fields of a rollout, for looks at all rollouts of a step."""
 
 
 class FinishReason(StrEnum):
@@ -381,10 +385,22 @@ def reward_of(sequences: Sequence[Rollout]) -> float:
     return sequences[-1].reward + at_tokens
 
 
+def rewards_of(attempts: Iterable[Sequence[Rollout]]) -> list[float]:
+    """Returns the total reward of each attempt, as `reward_of`."""
+    everything = list(attempts)
+    sequences = list(chain.from_iterable(everything))
+    if not any(map(TURN_PARTS, sequences)) and all(map(is_, map(TOKEN_REWARDS, sequences), repeat(None))):
+        return [own[-1].reward for own in everything]
+    return [reward_of(own) for own in everything]
+
+
 def attempts_in(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
     """Returns the rollouts of several groups, as `members` gives them, those of one attempt together."""
+    everything = list(rollouts)
+    if not any(map(SEQUENCE, everything)):
+        return [[rollout] for rollout in everything]
     found: list[list[Rollout]] = []
-    for rollout in rollouts:
+    for rollout in everything:
         if found and rollout.sequence > found[-1][-1].sequence:
             found[-1].append(rollout)
         else:

@@ -9,6 +9,9 @@ import yaml
 
 from rlframe.utils.errors import OutputError
 
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The safe loader of YAML; in C, ten times as fast, where PyYAML was built with it."""
+
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a file of JSON lines. None if it is missing; a half-written line ends it."""
@@ -30,7 +33,7 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 def read_yaml(file: Path) -> Any:
     """Returns what a YAML file holds. None if there is none, or none that can be read."""
     try:
-        return yaml.safe_load(file.read_bytes())
+        return yaml.load(file.read_bytes(), Loader=LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return None
 

@@ -32,6 +32,7 @@ WHATEVER = re.compile(r"NAME|TROUBLE|SOURCE|METRIC|ROLE|PART|PHASE|NN")
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
+@cache
 def meaning(name: str) -> str:
     """Returns what a metric means, and what is healthy. Empty if the page does not have it."""
     rows = _rows()
@@ -70,5 +71,10 @@ def _sentences(cells: list[str]) -> Iterator[str]:
 
 
 def _matches(known: str, name: str) -> bool:
-    pattern = "[^/]+".join(map(re.escape, WHATEVER.split(known)))
-    return bool(WHATEVER.search(known)) and re.fullmatch(pattern, name) is not None
+    return (pattern := _pattern(known)) is not None and pattern.fullmatch(name) is not None
+
+
+@cache
+def _pattern(known: str) -> re.Pattern[str] | None:
+    """Returns the names that a name of the page stands for. None if it is one name."""
+    return re.compile("[^/]+".join(map(re.escape, WHATEVER.split(known)))) if WHATEVER.search(known) else None

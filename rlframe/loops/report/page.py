@@ -7,6 +7,7 @@ page as text, never as HTML, and the page may load nothing (its Content-Security
 import base64
 import gzip
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -24,11 +25,13 @@ from rlframe.loops.reporting.samples import sample_files
 from rlframe.loops.reporting.warned import DRIVER
 from rlframe.utils.files.whole import write_whole
 from rlframe.utils.nested import flat
-from rlframe.utils.text import printable
+from rlframe.utils.text import UNSAFE, printable
 
 REPORT = "report.html"
 SCRIPTS = ("base", "charts", "overview", "timeline", "tokens", "rollouts", "tables", "main")
 """Scripts of the page, in their order."""
+WHOLE_NUMBERS = {int, bool, type(None)}
+"""Types of numbers that are always finite."""
 MOST_WARNINGS = 200
 """Greatest number of different warnings in the page."""
 
@@ -106,13 +109,22 @@ def shown(value: Any) -> Any:
     """Returns nested values whose texts control no terminal and reorder no line, and whose numbers JSON has."""
     if isinstance(value, str):
         return printable(value)
+    if isinstance(value, list | tuple):
+        return value if _is_plain(value) else [shown(inner) for inner in value]
     if isinstance(value, Mapping):
         return {printable(str(key)): shown(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [shown(inner) for inner in value]
     if isinstance(value, float) and value - value != 0:
         return None
     return value if value is None or isinstance(value, bool | int | float) else printable(str(value))
+
+
+def _is_plain(values: Sequence[Any]) -> bool:
+    """Returns whether nothing of a sequence of numbers, or of texts, needs a change: the columns of curves and of
+    tokens, which are most of a page."""
+    kinds = set(map(type, values))
+    if kinds == {str}:
+        return UNSAFE.search("".join(values)) is None
+    return kinds <= WHOLE_NUMBERS or (kinds == {float} and all(map(math.isfinite, values)))
 
 
 def asset(name: str) -> str:

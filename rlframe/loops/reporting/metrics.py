@@ -7,10 +7,11 @@ import pathlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from tqdm import tqdm
 
 from rlframe.loops.alerts.config import AlertsConfig
@@ -23,7 +24,7 @@ from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.loops.reporting.warned import Warned
 from rlframe.ops.statistics.responses import quantiles, repeated_fraction
 from rlframe.types.batch import TrainBatch
-from rlframe.types.rollout import Group, Rollout, attempts_in, members, reward_of
+from rlframe.types.rollout import FinishReason, Group, Rollout, attempts_in, members, rewards_of
 from rlframe.utils.files.jsonl import append, keep_steps
 from rlframe.utils.text import printable
 
@@ -208,97 +209,125 @@ class MetricsLog:
         self._sample_files.close()
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """The tokens of some sequences, as numbers of a step are made of them."""
+
+    lengths: Int[np.ndarray, " R"]
+    """[R] number of tokens of each sequence."""
+    sampled: Int[np.ndarray, " R"]
+    """[R] number of those that the policy sampled."""
+    ids: Int[np.ndarray, " N"]
+    """[N] the sampled tokens of all sequences, end to end."""
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> "Tokens":
+        """Returns the tokens of rollouts."""
+        masks = [rollout.loss_mask for rollout in rollouts]
+        lengths = np.fromiter(map(len, masks), np.int64, len(masks))
+        mask = np.concatenate(masks)
+        sampled = np.add.reduceat(mask, np.cumsum(lengths) - lengths, dtype=np.int64)
+        ids = np.concatenate([rollout.input.token_ids for rollout in rollouts])[mask]
+        return cls(lengths=lengths, sampled=sampled, ids=ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """The numbers of a step's rollouts."""
+
+    metrics: dict[str, float]
+    """See `rollout_metrics`."""
+    tokens: Tokens
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> "Seen":
+        """Returns the numbers of rollouts."""
+        tokens = Tokens.of(members(groups))
+        return cls(metrics=rollout_metrics(groups, tokens), tokens=tokens)
+
+
+def rollout_metrics(groups: Sequence[Group], tokens: Tokens | None = None) -> dict[str, float]:
     """Returns metrics of the rollouts of a step: rewards of attempts, lengths and repetition of sequences, how they
     ended, how many groups have a signal.
 
     With `algorithm.mask_truncated` the `rollout/truncated_fraction` is excluded from the loss.
+
+    Args:
+        tokens: those of the rollouts, if they are known.
     """
     rollouts = members(groups)
+    tokens = Tokens.of(rollouts) if tokens is None else tokens
     attempts_by_group = [attempts_in(group.rollouts) for group in groups]
-    count, attempts = len(rollouts), list(chain(*attempts_by_group))
-    by_group = [scored(own) for own in attempts_by_group]
-    rewards = list(chain(*by_group))
+    attempts = list(chain.from_iterable(attempts_by_group))
+    last = [sequences[-1] for sequences in attempts]
+    totals = zip(last, rewards_of(attempts), strict=True)
+    by_group = [
+        [total for each, total in islice(totals, len(own)) if not math.isnan(each.reward)] for own in attempts_by_group
+    ]
+    rewards = list(chain.from_iterable(by_group))
     mean = mean_of(rewards)
     at_tokens = [float(given.sum()) for rollout in rollouts if (given := rollout.rewards_at_tokens) is not None]
-    troubles = Counter(pair for sequences in attempts for pair in sequences[-1].reward_troubles.items())
+    troubles = Counter(pair for each in last if each.reward_troubles for pair in each.reward_troubles.items())
     return {
         "reward/mean": mean,
         "reward/std": mean_of([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
         **{f"reward/{name}_mean": value for name, value in part_means(attempts).items()},
         **({"reward/at_tokens_mean": sum(at_tokens) / len(attempts)} if at_tokens else {}),
-        "reward/failed_fraction": sum(sequences[-1].reward_failed for sequences in attempts) / len(attempts),
+        "reward/failed_fraction": sum([each.reward_failed for each in last]) / len(attempts),
         **{
             f"reward/{name}_{trouble}_fraction": number / len(attempts)
             for (name, trouble), number in sorted(troubles.items())
         },
         "reward/unscored_fraction": 1 - len(rewards) / len(attempts),
-        "reward/flat_groups_fraction": sum(len(set(own)) < 2 for own in by_group) / len(groups),
-        **response_metrics(rollouts),
-        "rollout/truncated_fraction": sum(rollout.finish_reason == "length" for rollout in rollouts) / count,
-        "rollout/sampled": float(count),
-        "rollout/tokens": float(sum(len(rollout.loss_mask) for rollout in rollouts)),
+        "reward/flat_groups_fraction": sum([len(set(own)) < 2 for own in by_group]) / len(groups),
+        **response_metrics(tokens),
+        "rollout/truncated_fraction": [each.finish_reason for each in rollouts].count(FinishReason.LENGTH)
+        / len(rollouts),
+        "rollout/sampled": float(len(rollouts)),
+        "rollout/tokens": float(tokens.lengths.sum()),
         **environment_metrics(attempts),
     }
 
 
-def response_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def response_metrics(tokens: Tokens) -> dict[str, float]:
     """Returns the lengths of what was sampled in each sequence, and how much it repeats itself."""
-    lengths, sampled = _masks(rollouts)
-    counts = _counts(lengths, sampled)
-    tokens = np.concatenate([rollout.token_ids for rollout in rollouts])[sampled]
-    p50, p90, p99 = quantiles(counts, (0.5, 0.9, 0.99))
-    repeated = repeated_fraction(tokens, counts)
+    p50, p90, p99 = quantiles(tokens.sampled, (0.5, 0.9, 0.99))
+    repeated = repeated_fraction(tokens.ids, tokens.sampled)
     return {
-        "rollout/response_tokens_mean": int(counts.sum()) / len(rollouts),
+        "rollout/response_tokens_mean": int(tokens.sampled.sum()) / len(tokens.sampled),
         "rollout/response_tokens_p50": p50,
         "rollout/response_tokens_p90": p90,
         "rollout/response_tokens_p99": p99,
-        "rollout/response_tokens_max": float(counts.max()),
+        "rollout/response_tokens_max": float(tokens.sampled.max()),
         **({} if repeated is None else {"rollout/repeated_fraction": repeated}),
     }
-
-
-def token_counts(rollouts: Sequence[Rollout]) -> tuple[Int[np.ndarray, " R"], Int[np.ndarray, " R"]]:
-    """Returns [R] the number of tokens of each sequence, and [R] of those that the policy sampled."""
-    lengths, sampled = _masks(rollouts)
-    return lengths, _counts(lengths, sampled)
-
-
-def _masks(rollouts: Sequence[Rollout]) -> tuple[Int[np.ndarray, " R"], Bool[np.ndarray, " T"]]:
-    """Returns [R] the number of tokens of each sequence, and [T] whether the policy sampled each token."""
-    masks = [rollout.loss_mask for rollout in rollouts]
-    return np.fromiter(map(len, masks), np.int64, len(masks)), np.concatenate(masks)
-
-
-def _counts(lengths: Int[np.ndarray, " R"], sampled: Bool[np.ndarray, " T"]) -> Int[np.ndarray, " R"]:
-    """Returns [R] the number of tokens that the policy sampled."""
-    return np.add.reduceat(sampled, np.cumsum(lengths) - lengths, dtype=np.int64)
 
 
 def environment_metrics(attempts: Iterable[Sequence[Rollout]]) -> dict[str, float]:
     """Returns the mean of the turns and of each number that environments gave, over the attempts that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for sequences in attempts:
-        if sequences[-1].messages:
+        last = sequences[-1]
+        if last.messages:
             values["turns"].append(float(sum(len(each.turns) for each in sequences)))
-        for name, value in sequences[-1].numbers.items():
-            values[name].append(value)
+        if last.numbers:
+            for name, value in last.numbers.items():
+                values[name].append(value)
     return {f"environment/{name}_mean": mean_of(own) for name, own in values.items()}
 
 
 def scored(attempts: Iterable[Sequence[Rollout]]) -> list[float]:
     """Returns the total rewards of the attempts that some reward function scored."""
-    return [reward_of(sequences) for sequences in attempts if not math.isnan(sequences[-1].reward)]
+    everything = list(attempts)
+    pairs = zip(everything, rewards_of(everything), strict=True)
+    return [total for sequences, total in pairs if not math.isnan(sequences[-1].reward)]
 
 
 def part_means(attempts: Iterable[Sequence[Rollout]]) -> dict[str, float]:
     """Returns the mean of each part over the attempts that it scored."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for sequences in attempts:
-        for name, value in sequences[-1].reward_parts.items():
-            values[name].append(value)
-    return {name: mean_of(own) for name, own in values.items()}
+    parts = [sequences[-1].reward_parts for sequences in attempts]
+    names = dict.fromkeys(chain.from_iterable(parts))
+    return {name: mean_of([own[name] for own in parts if name in own]) for name in names}
 
 
 def mean_of(values: Sequence[float]) -> float:

@@ -9,11 +9,11 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from heapq import nlargest, nsmallest
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from rlframe.loops.config import Keep, SamplesConfig
 from rlframe.types.batch import TrainBatch
-from rlframe.types.rollout import Rollout, attempts_in, reward_of
+from rlframe.types.rollout import Rollout, attempts_in, reward_of, rewards_of
 from rlframe.utils.files.whole import writing
-from rlframe.utils.text import json_line
+from rlframe.utils.text import json_line, printable
 
 SAMPLES = "samples"
 NAME = re.compile(r"step-(\d{8,})(?:-evaluation-(.+))?\.jsonl\.gz")
@@ -81,10 +81,11 @@ def choose(
     attempts = attempts_in(rollouts)
     ends = list(accumulate(map(len, attempts)))
     advantages = np.zeros(len(rollouts)) if batch is None else mean_advantages(batch)
-    merits = [(reward_of(own), advantages[end - 1]) for own, end in zip(attempts, ends, strict=True)]
+    rewards = rewards_of(attempts)
+    merits = advantages[np.array(ends, dtype=np.int64) - 1]
     known: dict[int, list[str]] = {}
     for choice in config.keep:
-        for index in _indices(choice, config.of_each, step, merits):
+        for index in _indices(choice, config.of_each, step, np.array(rewards), merits):
             for place in range(ends[index] - len(attempts[index]), ends[index]):
                 known.setdefault(place, []).append(choice.value)
     places = dict(sorted(known.items()))
@@ -93,23 +94,27 @@ def choose(
     )
 
 
-def _indices(choice: Keep, count: int, step: int, merits: Sequence[tuple[float, float]]) -> Sequence[int]:
+def _indices(
+    choice: Keep, count: int, step: int, rewards: Float[np.ndarray, " A"], advantages: Float[np.ndarray, " A"]
+) -> Sequence[int]:
     """Returns the indices of the attempts that a choice keeps.
 
     Args:
-        merits: reward and mean advantage of each attempt.
+        rewards: [A] of each attempt; NaN if none was given.
+        advantages: [A] mean advantage of each attempt.
     """
-    everything = range(len(merits))
+    everything = range(len(rewards))
     if choice is Keep.ALL:
         return everything
     if choice is Keep.FIRST:
         return everything[:count]
     if choice is Keep.RANDOM:
         return random.Random(f"samples of step {step}").sample(everything, min(count, len(everything)))
-    scored = [index for index in everything if not math.isnan(merits[index][0])]
+    scored = np.flatnonzero(~np.isnan(rewards))
+    rewards, advantages = rewards[scored], advantages[scored]
     # Both give ties in the order of the batch.
-    extreme = nlargest if choice is Keep.BEST else nsmallest
-    return extreme(count, scored, key=merits.__getitem__)
+    keys = (-advantages, -rewards) if choice is Keep.BEST else (advantages, rewards)
+    return scored[np.lexsort(keys)[:count]].tolist()
 
 
 def mean_advantages(batch: TrainBatch) -> Float[np.ndarray, " R"]:
@@ -176,29 +181,21 @@ class SampleFiles:
 
     def _records(self, chosen: Chosen) -> Iterator[dict[str, Any]]:
         batch, means = chosen.batch, chosen.advantages
-        starts = [] if batch is None else (batch.lengths.cumsum(0) - batch.lengths).tolist()
         groups = None if batch is None else batch.group.numpy()
-        for place, why in chosen.places.items():
+        columns = _columns(chosen)
+        for number, (place, why) in enumerate(chosen.places.items()):
             rollout = chosen.rollouts[place]
             record = {"step": chosen.step, "evaluation": chosen.evaluation, "kept_as": why}
             record |= described(rollout)
-            tokens = self._tokens(rollout)
-            if batch is not None and means is not None and groups is not None:
-                own = slice(starts[place], starts[place] + rollout.num_tokens)
+            if means is not None and groups is not None:
                 members = (groups == groups[place]).nonzero()[0]
                 record["group"] = int(groups[place])
-                record["group_rewards"] = [_number(reward_of([chosen.rollouts[each]])) for each in members.tolist()]
+                totals = rewards_of([chosen.rollouts[each]] for each in members.tolist())
+                record["group_rewards"] = list(map(_number, totals))
                 record["group_advantages"] = _numbers(means[members])
                 record["group_place"] = int((members == place).argmax())
-                trainer = chosen.trainer_logprobs.get(place)
-                if trainer is None and batch.old_logprobs is not None:
-                    trainer = batch.old_logprobs[own]
-                tokens |= {
-                    "in_loss": batch.loss_mask[own].to(torch.uint8).tolist(),
-                    "advantages": _numbers(batch.advantages[own]),
-                    **({} if trainer is None else {"trainer_logprobs": _numbers(trainer)}),
-                }
-            yield {**record, "tokens": tokens}
+            tokens = {name: own[number] for name, own in columns.items()}
+            yield {**record, "tokens": self._tokens(rollout) | tokens}
 
     def _tokens(self, rollout: Rollout) -> dict[str, Any]:
         ids = rollout.token_ids.tolist()
@@ -214,16 +211,54 @@ class SampleFiles:
             "sampled": rollout.loss_mask.astype(np.uint8).tolist(),
             "turns": turns.tolist(),
             "versions": rollout.versions.tolist(),
-            "rollout_logprobs": _numbers(rollout.rollout_logprobs),
             **({} if rewards is None else {"rewards": _numbers(rewards)}),
         }
 
 
+def _columns(chosen: Chosen) -> dict[str, list[list[float | None]]]:
+    # All kept rollouts at once: rounding a few tokens costs as much as rounding many.
+    places, batch = list(chosen.places), chosen.batch
+    rollouts = [chosen.rollouts[place] for place in places]
+    found = {"rollout_logprobs": [each.rollout_logprobs for each in rollouts]}
+    if batch is not None:
+        lengths = batch.lengths.numpy()
+        ends = lengths.cumsum()[places]
+        own = [slice(start, end) for start, end in zip(ends - lengths[places], ends, strict=True)]
+
+        def of_batch(values: Tensor) -> list[np.ndarray]:
+            packed = values.numpy()
+            return [packed[each] for each in own]
+
+        found["in_loss"] = of_batch(batch.loss_mask.to(torch.uint8))
+        found["advantages"] = of_batch(batch.advantages)
+        if chosen.trainer_logprobs:
+            found["trainer_logprobs"] = [chosen.trainer_logprobs[place].numpy() for place in places]
+        elif batch.old_logprobs is not None:
+            found["trainer_logprobs"] = of_batch(batch.old_logprobs)
+    ends = list(accumulate(each.num_tokens for each in rollouts))
+    return {name: _split(rows, ends) for name, rows in found.items()}
+
+
+def _split(rows: Sequence[np.ndarray], ends: Sequence[int]) -> list[list[float | None]]:
+    joined = np.concatenate(rows)
+    numbers = joined.tolist() if joined.dtype == np.uint8 else _numbers(joined)
+    return [numbers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
 def _put(path: Path, records: list[dict[str, Any]]) -> None:
-    lines = "".join(map(json_line, records)).encode()
+    lines = "".join(map(_line, records)).encode()
     with writing(path):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(lines, LEVEL, mtime=0))
+
+
+def _line(record: dict[str, Any]) -> str:
+    """Returns the line of a record, as `json_line`, six times as fast where there are many numbers."""
+    try:
+        return printable(msgspec.json.encode(record).decode()) + "\n"
+    except (UnicodeEncodeError, TypeError):
+        # Halves of surrogate pairs, and numbers of numpy's.
+        return json_line(record)
 
 
 def described(rollout: Rollout) -> dict[str, Any]:
@@ -268,6 +303,6 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _numbers(values: "Tensor | np.ndarray") -> list[float | None]:
-    rounded = np.round(np.asarray(values, dtype=np.float64), DIGITS)
+def _numbers(values: np.ndarray) -> list[float | None]:
+    rounded = np.round(values.astype(np.float64), DIGITS)
     return rounded.tolist() if np.isfinite(rounded).all() else [_number(each) for each in rounded.tolist()]

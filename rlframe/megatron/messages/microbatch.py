@@ -109,10 +109,12 @@ def join(results: list[list[Tensor]], plan: list[list[list[int]]], lengths: Tens
     Args:
         lengths: [R] number of rows of each sequence in the results; ones for results of [R] or [R, n].
     """
-    joined = torch.zeros(int(lengths.sum()), *results[0][0].shape[1:], dtype=torch.float32)
-    starts = (torch.cumsum(lengths, 0) - lengths).tolist()
-    for rank, microbatches in zip(results, plan, strict=True):
-        for values, indices in zip(rank, microbatches, strict=True):
-            for index, piece in zip(indices, values.split([int(lengths[i]) for i in indices]), strict=True):
-                joined[starts[index] : starts[index] + len(piece)] = piece
+    # Not sequence by sequence: most have no rows where only those of kept rollouts are asked for.
+    order = [index for microbatches in plan for indices in microbatches for index in indices]
+    values = torch.cat([values for rank in results for values in rank])
+    own = lengths[order]
+    starts = torch.cumsum(lengths, 0) - lengths
+    places = torch.arange(len(values)) + torch.repeat_interleave(starts[order] - (torch.cumsum(own, 0) - own), own)
+    joined = torch.zeros(int(lengths.sum()), *values.shape[1:], dtype=torch.float32)
+    joined[places] = values.float()
     return joined

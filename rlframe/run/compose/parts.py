@@ -23,12 +23,11 @@ from rlframe.data.text.chat import end_token
 from rlframe.data.text.special_tokens import special_tokens
 from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.phases import Phases, Sleeper
-from rlframe.loops.report.refresh import Refresh
+from rlframe.loops.report.refresh import Page
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.start_up import StartUp
 from rlframe.loops.reporting.trackers import trackers
 from rlframe.loops.reporting.trackers.base import Tracker
-from rlframe.loops.reporting.uploads import Uploads
 from rlframe.loops.saving.checkpoints import Checkpoints, read_state
 from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
@@ -211,7 +210,7 @@ class Parts:
             self.stack.push(partial(_close, tracker))
             yield tracker
         if config.logging.report:
-            page = Uploads("report.html", partial(Refresh, self.folder), setting="logging.report")
+            page = Page(self.folder)
             self.stack.push(partial(_close, page))
             yield page
 

@@ -82,12 +82,15 @@ class RunningSides:
         exact = EXACT_FLOAT32 if run.train.dtype is Dtype.FLOAT32 else {}
         slots = replace(self._placement, slots=with_variables(self._placement.slots, exact))
         self._rollout = rollout = models.rollout(self._parts, slots)
-        if not shared_gpu(self._parts):
+        at_once = not (shared_gpu(self._parts) and run.rollout.measures_memory)
+        if at_once:
             rollout.begin()
         if self._policy is None:
             self._parts.groups.clear()
             self._policy = models.policy(self._parts, slots, algorithm)
             self._policy.start()
+            if at_once:
+                self._policy.warm_up_sync()
         rollout.start()
         self._sync = WeightSync(self._policy, rollout, run.weight_sync)
         self._sync.connect()

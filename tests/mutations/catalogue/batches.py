@@ -69,8 +69,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "results come back in another order",
-            "joined[starts[index] : starts[index] + len(piece)] = piece",
-            "joined[starts[-1 - index] : starts[-1 - index] + len(piece)] = piece",
+            "joined[places] = values.float()",
+            "joined[places.flip(0)] = values.float()",
         ),
         (
             "weights stay where they were",

@@ -250,7 +250,11 @@ MUTATIONS: list[Mutation] = [
         "rlframe/loops/reporting/samples.py",
         "tests/unit/loops/reporting/test_samples.py",
         ("attempts that are not kept are marked", "kept[list(self.places)] = True", "kept[:] = True"),
-        ("the best are the worst", "nlargest if choice is Keep.BEST else nsmallest", "nsmallest"),
+        (
+            "the best are the worst",
+            "if choice is Keep.BEST else (advantages, rewards)",
+            "if False else (advantages, rewards)",
+        ),
     ),
     *faults(
         "rlframe/loops/report/times.py",

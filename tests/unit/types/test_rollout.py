@@ -1,9 +1,11 @@
 """What SamplingParams and GenerationRequest refuse."""
 
+import numpy as np
 import pytest
 
 from rlframe.types.input import ModelInput
-from rlframe.types.rollout import GenerationRequest, SamplingParams
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import GenerationRequest, Rollout, SamplingParams, attempts_in, reward_of, rewards_of
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,27 @@ def test_what_is_begun_are_the_last_tokens_of_the_input() -> None:
     assert (request(4, 3).begun, request(4, 3).prompt_tokens) == ([6, 7, 8], 1)
     assert (request(4, 0).begun, request(4, 0).prompt_tokens) == ([], 4)
     assert request(20, 7).begun == list(range(18, 25))
+
+
+def rollouts(rewards: list[float], sequences: list[int]) -> list[Rollout]:
+    """Attempts of three tokens."""
+    found = [
+        Rollout.begin(Prompt(id="p", text="", input=ModelInput((1, 2, 3))), index) for index in range(len(rewards))
+    ]
+    for each, reward, sequence in zip(found, rewards, sequences, strict=True):
+        each.reward, each.sequence = reward, sequence
+    return found
+
+
+def test_sequences_of_an_attempt_stay_together_and_others_stand_alone() -> None:
+    alone = rollouts([0.0] * 3, [0, 0, 0])
+    assert attempts_in(iter(alone)) == [[each] for each in alone]
+    first, second, other = rollouts([0.0] * 3, [0, 1, 0])
+    assert attempts_in([first, second, other]) == [[first, second], [other]]
+
+
+def test_rewards_at_tokens_count_in_the_rewards_of_all_attempts() -> None:
+    attempts = attempts_in(rollouts([1.0, 0.25, 0.5], [0, 0, 1]))
+    assert rewards_of(attempts) == [1.0, 0.5]
+    attempts[1][0].token_rewards = np.array([0.0, 2.0, 0.0], dtype=np.float32)
+    assert rewards_of(attempts) == [1.0, 2.5] == [reward_of(own) for own in attempts]

@@ -14,9 +14,10 @@ from rlframe.loops.report.attempts import attempts, spread
 from rlframe.loops.report.curves import MOST_POINTS, curves
 from rlframe.loops.report.meanings import FIRST, meaning
 from rlframe.loops.report.page import run_of, write_page
-from rlframe.loops.report.refresh import EVERY_S, Refresh
+from rlframe.loops.report.refresh import EVERY_S, SHARE, Page, Refresh
 from rlframe.utils.errors import OutputError
 from tests.unit.loops.report.runs import HOSTILE, record, run_folder, write_samples
+from tests.until import until
 
 LIBRARY = b"window.Plotly = {};"
 
@@ -159,6 +160,53 @@ def test_pages_during_a_run_are_rare_and_the_last_one_is_whole(tmp_path: Path, m
     (output / "report.html").unlink()
     refresh.close(failed=False)
     assert (output / "report.html").exists()
+
+
+def test_a_page_that_takes_long_is_made_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, spent = 1000.0, 0.0
+
+    def write(outputs: list[Path], to: Path) -> None:
+        nonlocal spent
+        spent += 0.5
+
+    monkeypatch.setattr("rlframe.loops.report.refresh.write_page", write)
+    monkeypatch.setattr("rlframe.loops.report.refresh.time.monotonic", lambda: now)
+    monkeypatch.setattr("rlframe.loops.report.refresh.time.thread_time", lambda: spent)
+    refresh = Refresh(tmp_path)
+    refresh.write()
+    now += 0.5 / SHARE - 1
+    assert not refresh.is_due
+    now += 1
+    assert refresh.is_due
+
+
+def test_steps_without_a_page_do_not_wake_its_thread(tmp_path: Path) -> None:
+    output = run_folder(tmp_path / "run")
+    page_of_run = Page(output)
+    page_of_run(1, {})
+    until(lambda: not page_of_run._tracker.is_due, what="the first page is written")
+    put = page_of_run._waiting.unfinished_tasks
+    page_of_run(2, {})
+    page_of_run.samples(2, [])
+    assert page_of_run._waiting.unfinished_tasks == put == 1
+    (output / "report.html").unlink()
+    page_of_run.close()
+    assert (output / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "there"),
+    [
+        ([1, None, True], [1, None, True]),
+        ([0.5, float("nan"), 10**400], [0.5, None, 10**400]),
+        ([0.5, float("inf")], [0.5, None]),
+        (["a", "b\x1b"], ["a", "b\\u001b"]),
+        (["a", "\ud800"], ["a", "\\ud800"]),
+        ([["a\u202e"], {"b\x1b": 1.0}], [["a\\u202e"], {"b\\u001b": 1.0}]),
+    ],
+)
+def test_what_people_see_is_harmless_and_what_is_harmless_stays(given: list[Any], there: list[Any]) -> None:
+    assert page.shown(given) == there and page.shown({"x": [given]}) == {"x": [there]}
 
 
 def test_profiled_steps_are_linked_from_where_the_page_is(tmp_path: Path) -> None:

@@ -110,6 +110,16 @@ def test_every_token_has_its_numbers(tmp_path: Path) -> None:
     }
 
 
+def test_numbers_that_are_not_finite_and_halves_of_characters_are_written(tmp_path: Path) -> None:
+    rollouts, batch = trained([[0.0, 1.0]])
+    rollouts[0].text, rollouts[0].rollout_logprobs[2] = "half \ud800", float("nan")
+    chosen = choose(SamplesConfig(keep=[Keep.ALL]), 1, rollouts, batch)
+    write(tmp_path, chosen)
+    one, other = read_samples(sample_files(tmp_path)[0][2])
+    assert one["response"] == "half \ud800" and one["tokens"]["rollout_logprobs"] == [0.0, 0.0, None, -0.123457]
+    assert other["tokens"]["rollout_logprobs"] == [0.0, 0.0, -0.5, -0.123457]
+
+
 def test_logprobs_of_the_step_are_used_where_it_has_some(tmp_path: Path) -> None:
     rollouts, batch = trained([[0.0, 1.0]])
     batch.old_logprobs = torch.arange(8) / -8

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlframe.loops.reporting.metrics import token_counts
+from rlframe.loops.reporting.metrics import Tokens
 from rlframe.loops.reporting.throughput import Shape, Throughput
 from tests.unit.loops.reporting.test_metrics import rollout
 
@@ -31,12 +31,14 @@ def test_phases_by_tokens_and_operations_of_a_device() -> None:
 def test_sampled_tokens_see_the_prompt_and_each_other() -> None:
     # Prompts of 2 tokens, responses of 2 and 6. On average they see (2 + 4) / 2 and (2 + 8) / 2 tokens, which are
     # lengths of 6 and 10: (2 * 6 + 6 * 10) / 8 = 9, so 28 operations.
-    counts = token_counts([rollout(0, reward=0.0, length=2), rollout(1, reward=0.0, length=6)])
+    counts = Tokens.of([rollout(0, reward=0.0, length=2), rollout(1, reward=0.0, length=6)])
     throughput = Throughput(shapes={"rollout": shape(1)}, peak=10_800.0)
     expected = {"throughput/rollout_tokens_per_s_device": 2.0, "throughput/rollout_mfu_fraction": 2 * 28 / 10_800}
-    assert throughput.of_sampling(TIMES, *counts) == pytest.approx(expected)
+    assert throughput.of_sampling(TIMES, counts.lengths, counts.sampled) == pytest.approx(expected)
     ahead = Throughput(shapes={"rollout": shape(1)}, samples_ahead=True)
-    assert ahead.of_sampling(TIMES, *counts) == {"throughput/rollout_tokens_per_s_device": 1.0}, "and no peak, no MFU"
+    assert ahead.of_sampling(TIMES, counts.lengths, counts.sampled) == {
+        "throughput/rollout_tokens_per_s_device": 1.0
+    }, "and no peak, no MFU"
 
 
 def test_nothing_is_said_of_roles_that_a_run_lacks() -> None:

@@ -38,6 +38,13 @@ def test_join_undoes_split(lengths: list[int], num_ranks: int, spare: int) -> No
     assert torch.equal(join(answers, plan, batch.lengths), batch.token_ids * 2.0)
 
 
+def test_sequences_without_rows_leave_no_gap_in_what_is_joined() -> None:
+    # Sequences 0, 2 and 3 have rows, of 2, 1 and 3; ranks have them in another order, and one of them an empty pass.
+    plan = [[[3, 1], [0]], [[2], []]]
+    answers = [[torch.tensor([5.0, 6.0, 7.0]), torch.tensor([1.0, 2.0])], [torch.tensor([4.0]), torch.empty(0)]]
+    assert join(answers, plan, torch.tensor([2, 0, 1, 3])).tolist() == [1.0, 2.0, 4.0, 5.0, 6.0, 7.0]
+
+
 def test_every_sequence_is_in_one_optimizer_step_of_each_epoch() -> None:
     batch = numbered([1, 2, 3, 1, 1, 2])
     assert optimizer_steps(batch, num_minibatches=3, epochs_per_batch=2) == [range(2), range(2, 4), range(4, 6)] * 2

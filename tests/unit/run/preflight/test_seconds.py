@@ -124,6 +124,7 @@ def test_muon_adds_the_products_that_orthogonalise_shared_by_the_ranks_of_a_stag
     assert two[1] - two[0] == pytest.approx((products - saved) / 2)
 
 
+@pytest.mark.thorough
 def test_adapters_move_their_inputs_and_outputs(tmp_path: Path) -> None:
     settings = ("train.recompute=full", "train.lora.rank=32", "train.max_tokens_per_microbatch=16384")
     found = planned(tmp_path / "a", QWEN3_4B, *settings)

@@ -132,7 +132,7 @@ def distilled(**settings: Any) -> Case:
 
 
 CASES = {
-    "pretrain": offline("pretrain", text),
+    "pretrain": offline("pretrain", text, **{"data.text_layout": "separate"}),
     "sft": offline("sft", answered),
     "dpo": offline("dpo", compared, items=32),
     "kto": offline("kto", judged),

@@ -139,6 +139,7 @@ def one_gpu(arguments: argparse.Namespace) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": str(arguments.gpu) if arguments.device == "cuda" else "",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
     }
 
 

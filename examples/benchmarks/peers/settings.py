@@ -167,6 +167,7 @@ def common_verl_settings(workload: Workload, folder: Path, run: Path) -> dict[st
         "reward.custom_reward_function.path": BENCHMARKS / "peers/verl_lengths.py",
         # Never the cluster of another side.
         "+ray_kwargs.ray_init.address": "local",
+        "+ray_kwargs.ray_init.include_dashboard": "False",
         "trainer.logger": "['console','file']",
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,

@@ -139,6 +139,7 @@ def one_gpu(arguments: argparse.Namespace) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": str(arguments.gpu) if arguments.device == "cuda" else "",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
     }
 
 
@@ -227,7 +228,7 @@ def trl(workload: Workload, folder: Path, run: Path, count: int, arguments: argp
                 "train": answer["forward"] + answer["backward_and_optimizer"],
                 "weight_sync": answer["weight_sync"],
                 "at": answer["spans"][-1][2],
-                "response_tokens": answer["response_tokens"],
+                "response_tokens": float(answer["response_tokens"]),
                 "spans": [(TRL_PHASES[phase], *times) for phase, *times in answer["spans"] if phase in TRL_PHASES],
             }
 

@@ -161,10 +161,13 @@ def common_verl_settings(workload: Workload, folder: Path, run: Path) -> dict[st
         f"{rollout}.max_num_seqs": workload.responses,
         f"{rollout}.max_model_len": workload.sequence_tokens,
         f"{rollout}.ignore_eos": "True",
+        # Each has whole groups, whose lengths it counts.
+        f"{rollout}.agent.num_workers": min(8, workload.prompts),
         "reward.num_workers": 1,
         "reward.custom_reward_function.path": BENCHMARKS / "peers/verl_lengths.py",
         # Never the cluster of another side.
         "+ray_kwargs.ray_init.address": "local",
+        "+ray_kwargs.ray_init.include_dashboard": "False",
         "trainer.logger": "['console','file']",
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,

@@ -26,6 +26,11 @@ Deterministic mode at 16 micro-batches of 2,048 tokens: without it 1.15 s of pro
 rest, gaps: 1.75 s, so that it costs 2.1 times the seconds. Measured: 3.04 s and 1.81 with CUTLASS; 2.93 s without
 deterministic mode, as micro-batches of 2,048 tokens wait for launches (28 % MFU, 49 at 16,384), and 3.83 with it, 1.31
 times.
+
+Predicted by preflight with an H200's speeds (2026-11-25), before any gated delta net was measured: qwen3_5_9b_cut 99
+GB, 1.21 s, 61 %; qwen3_5_35b_a3b_cut 121 GB, 0.86 s, 24 %; qwen3_5_9b_80gb 63 GB, 0.89 s, 62 %; qwen3_5_35b_a3b_80gb 67
+GB, 0.63 s, 28 %. It takes the delta rule for attention of the same operations, which is too fast for kernels of 64
+tokens.
 """
 
 import argparse

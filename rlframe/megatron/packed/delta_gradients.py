@@ -7,7 +7,7 @@ own. `chunk_bwd_dqkwg` of fla/ops/common/chunk_o.py defines the computation; the
 
 # Inside a kernel the language is Triton's: annotations are its own types, and constants are compile-time values.
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 from functools import cache
 from typing import Any

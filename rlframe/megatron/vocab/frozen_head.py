@@ -10,8 +10,8 @@ def multiplied_once(logits: Tensor) -> Tensor:
     The gradient of logits [T, 1, V_local] comes with the strides of a transposed [1, T, V_local]. By these
     `torch.matmul` of Megatron's `LinearWithFrozenWeight` does not see that it is a matrix, and reads the whole weight
     for each token: 4.5 s for 16,384 tokens of Qwen3-8B on an H200. A weight that is trained does not meet this:
-    `should_fold` of aten/src/ATen/native/LinearAlgebra.cpp. If tests/unit/megatron/vocab/test_frozen_head.py finds no
-    "aten::bmm" without this function, it is over.
+    `should_fold` of aten/src/ATen/native/LinearAlgebra.cpp. Megatron-Core 0.19 makes the matrix itself: can go with
+    0.16.
     """
     if logits.requires_grad:
         logits = logits.view_as(logits)

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +215,11 @@ class SampleFiles:
         }
 
 
-def _columns(chosen: Chosen) -> dict[str, list[list[float | None]]]:
+def _columns(chosen: Chosen) -> dict[str, list[list[Any]]]:
     # All kept rollouts at once: rounding a few tokens costs as much as rounding many.
     places, batch = list(chosen.places), chosen.batch
     rollouts = [chosen.rollouts[place] for place in places]
+    in_loss: dict[str, list[list[Any]]] = {}
     found = {"rollout_logprobs": [each.rollout_logprobs for each in rollouts]}
     if batch is not None:
         lengths = batch.lengths.numpy()
@@ -229,20 +230,16 @@ def _columns(chosen: Chosen) -> dict[str, list[list[float | None]]]:
             packed = values.numpy()
             return [packed[each] for each in own]
 
-        found["in_loss"] = of_batch(batch.loss_mask.to(torch.uint8))
+        in_loss["in_loss"] = [row.astype(np.uint8).tolist() for row in of_batch(batch.loss_mask)]
         found["advantages"] = of_batch(batch.advantages)
         if chosen.trainer_logprobs:
             found["trainer_logprobs"] = [chosen.trainer_logprobs[place].numpy() for place in places]
         elif batch.old_logprobs is not None:
             found["trainer_logprobs"] = of_batch(batch.old_logprobs)
-    ends = list(accumulate(each.num_tokens for each in rollouts))
-    return {name: _split(rows, ends) for name, rows in found.items()}
-
-
-def _split(rows: Sequence[np.ndarray], ends: Sequence[int]) -> list[list[float | None]]:
-    joined = np.concatenate(rows)
-    numbers = joined.tolist() if joined.dtype == np.uint8 else _numbers(joined)
-    return [numbers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    whole = np.array([len(row) for rows in found.values() for row in rows]).cumsum().tolist()
+    numbers = _numbers(np.concatenate(list(chain.from_iterable(found.values()))))
+    pieces = [numbers[start:end] for start, end in zip([0, *whole], whole, strict=False)]
+    return in_loss | {name: pieces[place * len(rollouts) :][: len(rollouts)] for place, name in enumerate(found)}
 
 
 def _put(path: Path, records: list[dict[str, Any]]) -> None:

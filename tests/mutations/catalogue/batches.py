@@ -69,8 +69,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "results come back in another order",
-            "joined[places] = values.float()",
-            "joined[places.flip(0)] = values.float()",
+            "joined[places] = values.numpy()",
+            "joined[places[::-1]] = values.numpy()",
         ),
         (
             "weights stay where they were",

@@ -259,7 +259,6 @@ def verl_async(
     """Yields the steps of verl's fully asynchronous trainer: from the end of one to the end of the next."""
     settings = verl_async_settings(workload, folder, run, steps=count) | chosen(arguments, "verl_async")
     command = [python(arguments, "verl"), "-m", "verl.experimental.fully_async_policy.fully_async_main"]
-    command += ["--config-name", "fully_async_ppo_megatron_trainer"]
     before = None
     for record in verl_records(command, settings, "verl_async", folder, run, count, arguments):
         # The first step ends what was begun before it.

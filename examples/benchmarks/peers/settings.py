@@ -95,7 +95,6 @@ def verl_settings(workload: Workload, folder: Path, run: Path, *, steps: int) ->
     """
     settings: dict[str, Any] = common_verl_settings(workload, folder, run)
     return settings | {
-        "model_engine": "megatron",
         "trainer.use_v1": "False",
         "data.train_batch_size": workload.prompts,
         "actor_rollout_ref.actor.ppo_mini_batch_size": workload.prompts,
@@ -135,6 +134,7 @@ def common_verl_settings(workload: Workload, folder: Path, run: Path) -> dict[st
     actor, megatron = "actor_rollout_ref.actor", "actor_rollout_ref.actor.megatron"
     rollout = "actor_rollout_ref.rollout"
     settings: dict[str, Any] = {
+        "model_engine": "megatron",
         "algorithm.adv_estimator": "grpo",
         "algorithm.rollout_correction.bypass_mode": "True",
         "data.train_files": f"['{folder / 'prompts_verl.jsonl'}']",

@@ -47,6 +47,7 @@ def rlframe_settings(workload: Workload, folder: Path, output: Path, *, cuda: bo
         return settings | small | {"rollout.min_tokens": workload.response_tokens}
     groups = dict.fromkeys(("rollout=vllm", "train=cuda", "cluster=cuda"))
     settings |= {
+        "rollout.num_engines": 1,
         "+rollout.max_model_len": workload.sequence_tokens,
         "+rollout.max_num_seqs": workload.responses,
         "+rollout.gpu_memory_utilization": engine_share(workload),

@@ -31,6 +31,7 @@ from rlframe.megatron.model.training_fields import accumulate_in_place, ddp_conf
 from rlframe.megatron.model.transformer import layer_spec, transformer_config
 from rlframe.megatron.packed import shared_prompts
 from rlframe.megatron.vocab.chunked_head import ChunkedHead
+from rlframe.megatron.vocab.float32_head import keep_float32
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
@@ -82,16 +83,25 @@ class Model:
 
 
 def build(
-    family: Family, architecture: Architecture, train: TrainConfig, *, device: torch.device, frozen: bool = False
+    family: Family,
+    architecture: Architecture,
+    train: TrainConfig,
+    *,
+    device: torch.device,
+    float32_logits: bool = False,
+    frozen: bool = False,
 ) -> Model:
     """Returns this rank's model with uninitialised weights. `parallel.initialize` must be called first.
 
     Args:
+        float32_logits: see ModelConfig.
         frozen: whether it is for forward passes only, without gradient buffers.
     """
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
     modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
+    if float32_logits and architecture.num_outputs is None and modules[-1].post_process:
+        keep_float32(modules[-1].output_layer)
     if train.share_prompts:
         for each in modules:
             shared_prompts.prepare(each)
@@ -117,15 +127,17 @@ def build(
         lora=adapters,
         mtp=train.mtp if train.mtp.trains and architecture.with_mtp and not frozen else None,
         replay=RouterReplay(modules, architecture, device) if train.moe.router_replay and not frozen else None,
-        head=chunked_head(modules[-1], architecture, train),
+        head=chunked_head(modules[-1], architecture, train, float32_logits=float32_logits),
     )
 
 
-def chunked_head(module: GPTModel, architecture: Architecture, train: TrainConfig) -> ChunkedHead | None:
+def chunked_head(
+    module: GPTModel, architecture: Architecture, train: TrainConfig, *, float32_logits: bool
+) -> ChunkedHead | None:
     """Returns what computes the logits by chunks, if that is wanted and the module has an output layer for them."""
     if train.logits_chunk_tokens is None or architecture.num_outputs is not None or not module.post_process:
         return None
-    return ChunkedHead(module.output_layer, chunk_tokens=train.logits_chunk_tokens)
+    return ChunkedHead(module.output_layer, chunk_tokens=train.logits_chunk_tokens, float32=float32_logits)
 
 
 def module(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> GPTModel:

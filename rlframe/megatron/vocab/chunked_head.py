@@ -15,13 +15,18 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rlframe.megatron.vocab import vocab_parallel
+from rlframe.ops.float32_logits import float32_logits
 
 
 class ChunkedHead:
     """Defers Megatron's output layer: while `deferred`, the model returns the states before it."""
 
-    def __init__(self, layer: torch.nn.Module, *, chunk_tokens: int):
-        self.layer, self.chunk_tokens = layer, chunk_tokens
+    def __init__(self, layer: torch.nn.Module, *, chunk_tokens: int, float32: bool = False):
+        """
+        Args:
+            float32: whether logits stay in float32, see `model.float32_logits`.
+        """
+        self.layer, self.chunk_tokens, self.float32 = layer, chunk_tokens, float32
         self._compute, self._active = layer.forward, False
         self._weight: Tensor | None = None
         layer.forward = self._forward
@@ -55,7 +60,9 @@ class ChunkedHead:
         if group.size() > 1:
             # Each rank has its own columns of the vocabulary: the gradients of the states are summed.
             rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True, group=group)
-        return HeadInChunks.apply(rows, self._weight, targets, temperature, vocab_size, group, self.chunk_tokens)
+        return HeadInChunks.apply(
+            rows, self._weight, targets, temperature, vocab_size, group, self.chunk_tokens, self.float32
+        )
 
 
 class HeadInChunks(torch.autograd.Function):
@@ -71,17 +78,19 @@ class HeadInChunks(torch.autograd.Function):
         vocab_size: int,
         group: Any,
         chunk_tokens: int,
+        float32: bool,
     ) -> Any:
         """Keeps the states, and two numbers of each token."""
+        product = float32_logits if float32 else rounded_logits
         found = torch.empty(3, len(states), dtype=torch.float32, device=states.device)
         chunks = [slice(first, first + chunk_tokens) for first in range(0, len(states), chunk_tokens)]
         for rows in chunks:
             found[:, rows] = vocab_parallel.measured(
-                states[rows] @ weight.t(), targets[rows], temperature, vocab_size, group
+                product(states[rows], weight), targets[rows], temperature, vocab_size, group
             )
         logprobs, entropy, log_normalizer = found
         ctx.save_for_backward(states, weight, targets, log_normalizer, entropy)
-        ctx.temperature, ctx.chunks = temperature, chunks
+        ctx.temperature, ctx.chunks, ctx.product = temperature, chunks, product
         ctx.start, ctx.valid = vocab_parallel.columns_of_rank(len(weight), vocab_size, group)
         ctx.set_materialize_grads(False)
         return logprobs.clone(), entropy.clone()
@@ -96,13 +105,19 @@ class HeadInChunks(torch.autograd.Function):
         trained = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         for rows in ctx.chunks:
-            logits = states[rows] @ weight.t()
+            logits = ctx.product(states[rows], weight)
             of_entropy = None if grad_entropy is None else grad_entropy[rows]
             vocab_parallel.implementation(logits).gradient(
                 logits, targets[rows], log_normalizer[rows], entropy[rows], grad_logprobs[rows], of_entropy, logits,
                 ctx.temperature, ctx.start, ctx.valid,
             )  # fmt: skip
-            grad_states[rows] = logits @ weight
+            gradient = logits.to(weight.dtype)
+            grad_states[rows] = gradient @ weight
             if grad_weight is not None:
-                grad_weight += logits.t() @ states[rows]
-        return grad_states, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 5
+                grad_weight += gradient.t() @ states[rows]
+        return grad_states, grad_weight.to(weight.dtype) if grad_weight is not None else None, *[None] * 6
+
+
+def rounded_logits(states: Float[Tensor, "T H"], weight: Float[Tensor, "V_local H"]) -> Float[Tensor, "T V_local"]:
+    """Returns the logits in the number format of states and weight."""
+    return states @ weight.t()

@@ -36,7 +36,14 @@ def frozen_model(
     if not architecture.num_experts:
         # For a dense model the ranks that share the policy's experts are plain data-parallel ones.
         layout = replace(layout, ep=1, etp=1)
-    built = model.build(family, architecture, forward_only(train, layout), device=device, frozen=True)
+    built = model.build(
+        family,
+        architecture,
+        forward_only(train, layout),
+        device=device,
+        float32_logits=config.float32_logits,
+        frozen=True,
+    )
     reader = CheckpointReader(folder)
     with torch.no_grad():
         clear_padding(built.layout, built.parameters)

@@ -66,7 +66,9 @@ class Trainer:
         family = load_family(folder)
         architecture = family.architecture(read_config(folder)).with_outputs(setup.num_outputs)
         architecture = architecture.keeping_mtp(setup.train.mtp.keeps)
-        self.model = model.build(family, architecture, setup.train, device=setup.device)
+        self.model = model.build(
+            family, architecture, setup.train, device=setup.device, float32_logits=setup.model.float32_logits
+        )
         self.model.float32 = setup.float32
         self.layout: MemoryLayout = self.model.layout
         self._load_weights(folder)

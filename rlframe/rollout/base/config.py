@@ -254,6 +254,18 @@ class RolloutConfig:
             why=f"nobody has shown that rollout.name={self.name} and the trainer compute the same",
         )
 
+    def float32_logits_faults(self) -> Iterator[Fault]:
+        """Yields a fault for every reason why engines with these settings cannot do `model.float32_logits`.
+
+        Subclasses override it if their engine can.
+        """
+        yield Fault(
+            "model.float32_logits",
+            f"must be false with rollout.name={self.name}",
+            got="true",
+            why="engine and trainer must round the same, and nobody has shown that this engine can keep float32",
+        )
+
     def sampling(self, *, greedy: bool = False, max_tokens: int | None = None) -> SamplingParams:
         """Returns the sampling parameters of these settings.
 

@@ -62,6 +62,7 @@ class RolloutEngine(ABC):
         random_seed: int | None = None,
         with_routes: bool = False,
         adapter: EngineAdapter | None = None,
+        float32_logits: bool = False,
     ):
         """Loads the model the way the engine itself loads it, so that calibration compares what the engine really
         holds.
@@ -73,6 +74,8 @@ class RolloutEngine(ABC):
             with_routes: completions carry their routed experts; requires that `config.route_faults` yields nothing.
             adapter: adapters that the ranks' WeightDestinations receive in the place of the weights; requires that
                 `config.adapter_faults` yields nothing.
+            float32_logits: logits stay in float32, see ModelConfig; requires that `config.float32_logits_faults` yields
+                nothing.
         """
 
     @abstractmethod

@@ -193,6 +193,7 @@ class RolloutWorker(Worker, EngineWorker):
             random_seed=setup.seed if setup.model.random_init else None,
             with_routes=setup.with_routes,
             adapter=setup.adapter,
+            float32_logits=setup.model.float32_logits,
         )
         garbage.release()
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]

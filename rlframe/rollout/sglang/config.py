@@ -16,6 +16,7 @@ OWN_OPTIONS = frozenset(
         "disable_cuda_graph",
         "disable_radix_cache",
         "dtype",
+        "enable_fp32_lm_head",
         "enable_memory_saver",
         "enable_return_routed_experts",
         "enable_weights_cpu_backup",
@@ -51,6 +52,10 @@ class SglangConfig(ServedConfig):
         ServedConfig.__post_init__(self)
         if self.gpu_memory_utilization == 1:
             raise SettingError("gpu_memory_utilization", "must be below 1 for SGLang", got=self.gpu_memory_utilization)
+
+    def float32_logits_faults(self) -> Iterator[Fault]:
+        """Yields nothing: SGLang has an argument for it. See RolloutConfig."""
+        yield from ()
 
     def speculative_faults(self, *, cuda: bool, shares_devices: bool) -> Iterator[Fault]:  # noqa: ARG002 - the same on all
         """See RolloutConfig."""

@@ -58,6 +58,7 @@ class SglangEngine(ServedEngine):
         random_seed: int | None = None,
         with_routes: bool = False,
         adapter: EngineAdapter | None = None,
+        float32_logits: bool = False,
     ):
         """Starts SGLang's processes and loads the model through SGLang's own full path.
 
@@ -66,6 +67,7 @@ class SglangEngine(ServedEngine):
             device: "cuda" or "cpu".
             random_seed: seed from which the weights are drawn; the folder then needs none.
             with_routes: completions carry their routed experts. Requests must have no stop strings.
+            float32_logits: see ModelConfig.
 
         Raises:
             ConfigError: `engine_options` holds an argument unknown to SGLang.
@@ -87,6 +89,7 @@ class SglangEngine(ServedEngine):
             stop_tokens=self.stop_tokens,
             random_seed=random_seed,
             with_routes=with_routes,
+            float32_logits=float32_logits,
         )
         self._host = Host(
             Launch(

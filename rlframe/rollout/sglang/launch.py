@@ -66,6 +66,7 @@ def engine_arguments(
     stop_tokens: list[int],
     random_seed: int | None,
     with_routes: bool = False,
+    float32_logits: bool = False,
 ) -> dict[str, Any]:
     """Returns the arguments of SGLang's ServerArgs.
 
@@ -95,6 +96,7 @@ def engine_arguments(
         # Otherwise a scheduler without requests keeps a core busy.
         "sleep_on_idle": True,
         "enable_return_routed_experts": with_routes,
+        "enable_fp32_lm_head": float32_logits,
         "log_level": "warning",
     }
     if cuda:

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlframe.models import tokenizer, transformers_config
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
+from rlframe.ops.float32_logits import float32_logits as product_in_float32
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine, check_names
@@ -61,6 +62,10 @@ class TransformersConfig(RolloutConfig):
         """Yields nothing: the routers run in this process. See RolloutConfig."""
         yield from ()
 
+    def float32_logits_faults(self) -> Iterator[Fault]:
+        """Yields nothing: the output layer is a module of this process. See RolloutConfig."""
+        yield from ()
+
     def exact_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """See RolloutConfig."""
         if cuda:
@@ -90,6 +95,7 @@ class TransformersEngine(RolloutEngine):
         random_seed: int | None = None,
         with_routes: bool = False,
         adapter: EngineAdapter | None = None,
+        float32_logits: bool = False,
     ):
         """Loads the model the way transformers itself loads it.
 
@@ -97,6 +103,7 @@ class TransformersEngine(RolloutEngine):
             folder: model and tokenizer in Hugging Face format.
             random_seed: seed from which the weights are drawn; the folder then needs none.
             with_routes: completions carry their routed experts.
+            float32_logits: see ModelConfig.
 
         Raises:
             ConfigError: the model has attention over a sliding window.
@@ -109,6 +116,8 @@ class TransformersEngine(RolloutEngine):
         self.folder = folder
         self.tokenizer = tokenizer.load(folder)
         self.model = self._load(dtype, random_seed, device).to(device).eval().requires_grad_(False)
+        if float32_logits:
+            keep_float32(self.model.get_output_embeddings())
         self.stop_tokens = tokenizer.stop_token_ids(folder, self.tokenizer)
         routers = Routers.of(load_family(folder).architecture(read_config(folder)))
         self._recorder = RouteRecorder(self.model, routers) if with_routes else None
@@ -315,6 +324,14 @@ class TransformersEngine(RolloutEngine):
     def close(self) -> None:
         self.sleep()
         self.weights.close()
+
+
+def keep_float32(head: torch.nn.Linear) -> None:
+    """Makes the model's output layer return logits in float32."""
+    assert head.bias is None, "no family has an output layer with bias"
+    head.forward = lambda states: product_in_float32(states.flatten(0, -2), head.weight).unflatten(
+        0, states.shape[:-1]
+    )
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -173,6 +173,16 @@ class VllmConfig(ServedConfig):
             }
         return replace(self, engine_options=self.engine_options | {PROFILER_CONFIG: options})
 
+    def float32_logits_faults(self) -> Iterator[Fault]:
+        """See RolloutConfig."""
+        if self.speculative is not None:
+            yield Fault(
+                "model.float32_logits",
+                "must be false with rollout.speculative",
+                got="true",
+                why="nobody has shown that vLLM checks drafts with the same logits",
+            )
+
     def exact_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """See RolloutConfig."""
         yield Fault(

@@ -80,6 +80,7 @@ class VllmEngine(ServedEngine):
         random_seed: int | None = None,
         with_routes: bool = False,
         adapter: EngineAdapter | None = None,
+        float32_logits: bool = False,
     ):
         """Starts vLLM's processes and loads the model through vLLM's own full path.
 
@@ -89,6 +90,7 @@ class VllmEngine(ServedEngine):
             random_seed: seed from which the weights are drawn; the folder then needs none.
             with_routes: completions carry their routed experts. Requests must have no stop strings.
             adapter: adapters of every request, whose values weight sync brings.
+            float32_logits: see ModelConfig.
 
         Raises:
             ConfigError: `engine_options` holds an argument unknown to vLLM.
@@ -113,6 +115,7 @@ class VllmEngine(ServedEngine):
             random_seed=random_seed,
             with_routes=with_routes,
             adapter=adapter,
+            float32_logits=float32_logits,
         )
         self._lora = lora_request() if adapter is not None else None
         self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments, early), self._loop).result()

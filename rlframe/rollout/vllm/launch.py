@@ -33,6 +33,9 @@ CORE = {
 }
 """Modules of vLLM's core, by whether it runs on CUDA."""
 EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
+HEAD_IN_FLOAT32 = {"head_dtype": "float32"}
+"""Entries of vLLM's `hf_overrides` that keep logits in float32: the weight stays as it is (vLLM 0.26 to 0.32,
+`LogitsProcessor._apply_head`)."""
 LEAST_CLAIM = 0.01
 """Value of vLLM's `gpu_memory_utilization` beside a cache of a given size. vLLM then reads it for one check only: that
 such a part of the device is free (vLLM 0.26 to 0.32, `request_memory`)."""
@@ -69,6 +72,7 @@ def engine_arguments(
     random_seed: int | None,
     with_routes: bool = False,
     adapter: EngineAdapter | None = None,
+    float32_logits: bool = False,
 ) -> Any:
     """Returns vLLM's AsyncEngineArgs.
 
@@ -116,6 +120,8 @@ def engine_arguments(
     _require_known(config.engine_options, AsyncEngineArgs)
     options |= adapter_options(adapter) | speculative_options(config.speculative, tp=config.tp)
     options |= memory_options(config, cuda=cuda) | config.engine_options
+    if float32_logits:
+        options["hf_overrides"] = (options.get("hf_overrides") or {}) | HEAD_IN_FLOAT32
     if is_quantized(folder):
         options["hf_overrides"] = partial(plain_config, overrides=options.get("hf_overrides") or {})
     return AsyncEngineArgs(**options)

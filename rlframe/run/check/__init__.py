@@ -8,7 +8,7 @@ from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.config import Device
 from rlframe.run.check import alerts, batch, data, effect, loop, model, modes, profile, replay, sharing, train
 from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, device_of, online
-from rlframe.run.check.engines import adapters, exact, routes, speculative
+from rlframe.run.check.engines import adapters, exact, float32_logits, routes, speculative
 from rlframe.run.check.machines import cluster, devices, memory
 from rlframe.run.check.roles import critic, judge, reward, teacher
 from rlframe.run.config import Mode, RunConfig
@@ -225,6 +225,7 @@ TOPICS = {
     check_training: {"model", "train", "cluster", "algorithm"},
     check_routes: {"train", "rollout", "cluster", "algorithm"},
     check_exact: {"train", "rollout", "cluster", "algorithm"},
+    float32_logits.faults: {"model", "train", "rollout", "algorithm", "mode"},
     check_speculative: {"train", "rollout", "cluster", "algorithm", "model"},
     devices.sleep: {"train", "critic", "cluster", "algorithm"},
     check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
@@ -296,6 +297,7 @@ WITHOUT_TRAINING = frozenset(
         loop.environment,
         batch.tokens,
         check_exact,
+        float32_logits.faults,
         check_speculative,
         check_reward,
         check_reward_model,

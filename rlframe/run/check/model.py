@@ -94,6 +94,14 @@ def lora(run: RunConfig) -> Iterator[Fault]:
             got=run.train.logits_chunk_tokens,
             hint="or put lm_head into train.lora.exclude_modules",
         )
+    if run.model.float32_logits and any(lora.adapts(name, homes[name], dimensions=2) for name in heads):
+        yield Fault(
+            "model.float32_logits",
+            f"must be false with an adapter of {heads[0]}",
+            got="true",
+            why="what the adapter adds to the logits would be rounded",
+            hint="or put lm_head into train.lora.exclude_modules",
+        )
     adapted = [name for name, shape in tensors.items() if lora.adapts(name, homes[name], dimensions=len(shape))]
     if parallel.tp > 1 and not list(shards.faults(architecture, tp=parallel.tp)):
         yield from _in_pieces(adapted, layout_of_first_rank(family, architecture, tp=parallel.tp), tp=parallel.tp)

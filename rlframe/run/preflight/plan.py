@@ -123,6 +123,7 @@ class Plan:
             microbatches=self.division.microbatches,
             sequence_tokens=self.workload.sequence_tokens,
             logits_copies=copies,
+            float32_logits=self.run.model.float32_logits,
             forward_passes=self.computes_old_logprobs or needs.reference or bool(teacher),
             cuda=self.cuda,
             teacher_bytes=self._frozen_bytes(teacher.model, self.parallel) if inside and teacher else 0.0,

@@ -38,6 +38,8 @@ class TrainerMemory:
     """Tokens of a sequence."""
     logits_copies: int = 1
     """Tensors as large as the logits at the loss. 1 where backward writes over the logits."""
+    float32_logits: bool = False
+    """See ModelConfig."""
     forward_passes: bool = True
     """Whether a phase of logprobs precedes training."""
     cuda: bool = True
@@ -123,8 +125,12 @@ class TrainerMemory:
     def _training(self, stage: StageWeights) -> Iterator[Part]:
         kept = self._activations(stage)
         end = self._end(stage)
-        head_gradient = stage.head * self.itemsize if self.train.lora is None else 0
-        if self.chunk and head_gradient:
+        trained = self.train.lora is None and stage.head
+        head_gradient = stage.head * self.itemsize if trained else 0
+        if self.float32_logits and end[0]:
+            # The gradient of the logits, rounded.
+            head_gradient += end[0] / self.logits_copies / FLOAT32 * self.itemsize
+        if self.chunk and trained:
             # The sum over chunks, and the product of one.
             head_gradient += stage.head * FLOAT32
         # The output layer's gradients exist while all activations do; a layer that is recomputed has them no more.
@@ -210,11 +216,12 @@ class TrainerMemory:
         if self.architecture.num_outputs is not None:
             return 0.0, norm
         columns = padded_vocab_size(self.architecture, tp=self.parallel.tp) // self.parallel.tp
+        logit = FLOAT32 if self.float32_logits else self.itemsize
         if self.chunk:
             # The states of all tokens, which each rank has whole, and their gradients.
             states = 2 * self.tokens * self.architecture.hidden_size * self.itemsize
-            return self.chunk * columns * self.itemsize, norm + states
-        return self.tokens * columns * self.itemsize * self.logits_copies, norm
+            return self.chunk * columns * logit, norm + states
+        return self.tokens * columns * logit * self.logits_copies, norm
 
     def _forward(self, stage: StageWeights) -> Iterator[Part]:
         logits, norm = self._end(stage)

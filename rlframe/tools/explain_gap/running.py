@@ -66,7 +66,7 @@ class RunningSides:
         """See Sides."""
         run = two_sides(self._settings.run(settings))
         before, self._run, self._parts.config = self._run, None, run
-        same_policy = before is not None and before.train == run.train
+        same_policy = before is not None and (before.train, before.model) == (run.train, run.model)
         if before is not None and same_policy and before.rollout == run.rollout:
             self._run = run
             return

@@ -30,7 +30,7 @@ class NumberFormat(Rung):
 
     def settings(self, subject: Subject) -> Mapping[str, Any]:
         """See Rung. Precisions of other kinds are turned off, where they are float32's only."""
-        found: dict[str, Any] = {"train.dtype": "float32", "rollout.dtype": "float32"}
+        found: dict[str, Any] = {"train.dtype": "float32", "rollout.dtype": "float32", "model.float32_logits": False}
         if subject.run.train.fp8.recipe is not Fp8Recipe.OFF:
             found["train.fp8"] = {}
         if subject.run.train.optimizer.precision_aware:

@@ -32,12 +32,16 @@ class Kind:
     """Whether it samples the tokens of the embedded engine, given a seed."""
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def start(self, folder: Path, **settings: Any) -> RolloutEngine:
+    def start(
+        self, folder: Path, *, dtype: torch.dtype = torch.float32, float32_logits: bool = False, **settings: Any
+    ) -> RolloutEngine:
         """The engine on the CPU, with routes where it has them."""
         component, config = find("rlframe.rollout", self.name, key="rollout.name")
         chosen = config(name=self.name, **self.settings, **settings)
         with_routes = not list(chosen.route_faults(cuda=False))
-        engine = component(chosen, folder=folder, dtype=torch.float32, device="cpu", with_routes=with_routes)
+        engine = component(
+            chosen, folder=folder, dtype=dtype, device="cpu", with_routes=with_routes, float32_logits=float32_logits
+        )
         if not self.core:
             engine.passes = Passes(engine)
         return engine

@@ -39,12 +39,12 @@ class LocalSides:
         self.exact = settings.pop("exact", False)
         self.sampling = SamplingParams(max_tokens=RESPONSE_TOKENS, min_tokens=RESPONSE_TOKENS, **settings)
         self.engine_temperature: float | None = None
-        self._running: str | None = None
+        self._running: tuple[str, bool] | None = None
         self.stale = ""
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        dtype = settings.get("train.dtype", self.dtype)
-        if dtype == self._running:
+        dtype, float32_logits = settings.get("train.dtype", self.dtype), settings.get("model.float32_logits", False)
+        if (dtype, float32_logits) == self._running:
             return
         from rlframe.megatron.worker import parallel
         from rlframe.megatron.worker.trainer import Trainer, TrainerSetup
@@ -56,8 +56,8 @@ class LocalSides:
         train.moe.router_replay = True
         setup = TrainerSetup(
             init_method=f"{self._init_method}-{self.num_engine_starts}", device=torch.device("cpu"), seed=0,
-            model=ModelConfig(path=str(self._folder)), train=train, total_optimizer_steps=1, timeout_s=60,
-            with_reference=False, float32=self.exact,
+            model=ModelConfig(path=str(self._folder), float32_logits=float32_logits), train=train,
+            total_optimizer_steps=1, timeout_s=60, with_reference=False, float32=self.exact,
         )  # fmt: skip
         self.rank = Trainer(setup)
         self.engine_behind = TransformersEngine(
@@ -66,6 +66,7 @@ class LocalSides:
             dtype=torch.float32 if self.exact else getattr(torch, dtype),
             device="cpu",
             with_routes=True,
+            float32_logits=float32_logits,
         )
         # transformers fills this buffer after loading, which the platform's stand-in for CUDA keeps it from.
         inner = self.engine_behind.model.model
@@ -75,7 +76,7 @@ class LocalSides:
             for value in self.engine_behind.model.parameters():
                 value.data = value.data.bfloat16().float()
         self.engine_behind.gate.commit(0)
-        self._running, self.num_engine_starts = dtype, self.num_engine_starts + 1
+        self._running, self.num_engine_starts = (dtype, float32_logits), self.num_engine_starts + 1
         self._plant(self)
 
     def sample(self) -> Sample:

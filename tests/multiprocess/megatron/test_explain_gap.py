@@ -100,7 +100,7 @@ def test_the_ladder_explains_rounding_of_a_mixture_in_bfloat16(climbs: dict[str,
     assert found.explained > 0.9
     assert found.rest.mean_nats < 1e-4
     assert [step.names[0] for step in found.steps if step.after] == [
-        "weights", "temperature", "routing", "prefill", "batch", "float32",
+        "weights", "temperature", "routing", "prefill", "batch", "head", "float32",
     ]  # fmt: skip
     assert said == ["nothing remains above the rounding of float32"]
 

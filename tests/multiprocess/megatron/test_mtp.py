@@ -32,9 +32,13 @@ CELLS = [
     ("d2t2", "qwen3_5"),
 ]
 CELLS = list(dict.fromkeys(CELLS))
+WITH_FLOAT32_LOGITS = ("d1t2", "glm4_moe")
+"""The cell with model.float32_logits, which is another way to compute the same in float32."""
 
 
-def on_rank(rank: int, init_method: str, folder: str, layout: str, modes: list[MtpConfig]) -> list[dict[str, Any]]:
+def on_rank(
+    rank: int, init_method: str, folder: str, layout: str, modes: list[MtpConfig], float32_logits: bool
+) -> list[dict[str, Any]]:
     """Gradients, weights and metrics of one rank, for each setting of the head."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
     from rlframe.megatron.cpu import platform  # noqa: PLC0415
@@ -47,7 +51,8 @@ def on_rank(rank: int, init_method: str, folder: str, layout: str, modes: list[M
     results = []
     for index, mtp in enumerate(modes):
         setup = TrainerSetup(
-            rank=rank, init_method=f"{init_method}{index}", device=device, model=ModelConfig(path=folder),
+            rank=rank, init_method=f"{init_method}{index}", device=device,
+            model=ModelConfig(path=folder, float32_logits=float32_logits),
             train=TrainConfig(
                 parallel=layout, dtype="float32", mtp=mtp, norms_every_steps=1,
                 optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9),
@@ -106,7 +111,8 @@ def test_the_head_trains_as_transformers_layers_do(layout: str, name: str, tmp_p
     settings = [MtpConfig(), MtpConfig(mode=MtpMode.TRAIN, loss_scaling_factor=FACTOR)]
     if (layout, name) not in CHEAP[1:]:
         settings.append(MtpConfig(mode=MtpMode.TRAIN, loss_scaling_factor=FACTOR, detach=False))
-    ranks = run_distributed(on_rank, Parallel.parse(layout).world, str(folder), layout, settings)
+    logits = (layout, name) == WITH_FLOAT32_LOGITS
+    ranks = run_distributed(on_rank, Parallel.parse(layout).world, str(folder), layout, settings, logits)
     without, detached, *joint = (list(each) for each in zip(*ranks, strict=True))
     disk = load_file(folder / "model.safetensors")
 

@@ -66,11 +66,14 @@ class Setup:
     communication: ContextCommunication = ContextCommunication.P2P
     long: bool = False
     """Whether memory is saved as for long sequences: inputs of layers in host memory, logits by chunks."""
+    float32_logits: bool = False
+    """See ModelConfig. In float32 it is another way to compute the same."""
 
     def __str__(self) -> str:
         again = {Recompute.NONE: "", Recompute.FULL: " recompute", Recompute.SELECTIVE: " recompute experts"}
         how = "" if self.communication is ContextCommunication.P2P else f" {self.communication}"
-        return f"{self.model} {self.parallel}{how}{again[self.recompute]}{' long' if self.long else ''}"
+        logits = " float32 logits" if self.float32_logits else ""
+        return f"{self.model} {self.parallel}{how}{again[self.recompute]}{' long' if self.long else ''}{logits}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def setups() -> list[Setup]:
 
 def long_setups() -> list[Setup]:
     """What serves long sequences: exchange of heads between context-parallel ranks, inputs of layers in host memory,
-    logits by chunks."""
+    logits by chunks, which may be in float32."""
     cells = (
         Cell("grpo", Aggregation.SEQ_MEAN_TOKEN_MEAN, BUDGET),
         Cell("sft", Aggregation.TOKEN_MEAN, WHOLE),
@@ -150,6 +153,8 @@ def long_setups() -> list[Setup]:
         Setup(Parallel(cp=2), "dense", cells, communication=a2a),
         Setup(Parallel(), "moe", cells[:2], Recompute.FULL, long=True),
         Setup(Parallel.parse("t2"), "dense", cells[:2], Recompute.FULL, long=True),
+        Setup(Parallel.parse("t2"), "dense", cells[:2], float32_logits=True),
+        Setup(Parallel.parse("t2"), "dense", cells[:2], Recompute.FULL, long=True, float32_logits=True),
         Setup(Parallel.parse("c2p2"), "dense", cells[:2], Recompute.FULL, communication=a2a, long=True),
         Setup(Parallel.parse("t2c2|ffn:e4"), "moe", cells[:2], Recompute.FULL, long=True),
     ]

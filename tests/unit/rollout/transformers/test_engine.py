@@ -40,9 +40,13 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-def start(folder: Path, *, dtype: torch.dtype = torch.float32, **settings) -> TransformersEngine:
+def start(
+    folder: Path, *, dtype: torch.dtype = torch.float32, float32_logits: bool = False, **settings
+) -> TransformersEngine:
     """An engine whose weights count as verified at version 0."""
-    engine = TransformersEngine(TransformersConfig(**settings), folder=folder, dtype=dtype, device="cpu")
+    engine = TransformersEngine(
+        TransformersConfig(**settings), folder=folder, dtype=dtype, device="cpu", float32_logits=float32_logits
+    )
     engine.gate.commit(0)
     return engine
 
@@ -96,6 +100,21 @@ def test_bfloat16_reads_the_cache_by_the_fused_kernel_and_stays_close(folder_of)
         first = len(request.input)
         expected = logprobs[first - 1 : -1].gather(1, tokens[0, first:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=0.15, rtol=0)
+
+
+@pytest.mark.parametrize("float32_logits", [True, False])
+def test_float32_logits_are_products_of_the_states_that_nothing_rounds(float32_logits: bool, folder_of):
+    engine = start(folder_of("qwen3_tied"), dtype=torch.bfloat16, float32_logits=float32_logits)
+    head, seen = engine.model.get_output_embeddings(), []
+    head.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    (request,) = make_requests(1, sampling=FORCED)
+    (completion,) = engine.generate([request])
+    states = torch.cat([each[0, -1:] for each in seen])
+    assert states.dtype is torch.bfloat16
+    logprobs = (states.double() @ head.weight.double().t()).log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(completion.token_ids).long()[:, None])[:, 0].float()
+    worst = (torch.tensor(completion.logprobs) - expected).abs().max()
+    assert worst < 1e-5 if float32_logits else worst > 1e-4
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])

@@ -11,7 +11,7 @@ from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.input import ModelInput
 from tests.contracts.engines.kinds import ENGINES, Kind, param
 
-SEQUENCE = ModelInput(tuple(range(5, 25)))
+SEQUENCE = ModelInput(tuple(5 + index * index % 60 for index in range(100)))
 
 
 def num_ties(engine: RolloutEngine, folder: Path) -> int:
@@ -32,4 +32,4 @@ def test_an_engine_in_bfloat16_does_not_round_logits(kind: Kind, folder: Path) -
 
 @pytest.mark.parametrize("kind", [param("transformers")])
 def test_without_it_logits_are_rounded(kind: Kind, folder: Path) -> None:
-    assert num_ties(kind.start(folder, dtype=torch.bfloat16), folder) > 100
+    assert num_ties(kind.start(folder, dtype=torch.bfloat16), folder) > 50

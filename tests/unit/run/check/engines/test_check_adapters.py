@@ -69,9 +69,11 @@ def test_a_model_with_experts_is_refused() -> None:
 
 
 @pytest.mark.thorough
-def test_an_adapter_of_the_output_layer_needs_all_logits_at_once(tmp_path: Path) -> None:
+def test_an_adapter_of_the_output_layer_needs_all_logits_at_once_and_rounds_them(tmp_path: Path) -> None:
     folder = make_model("Qwen/Qwen3-8B", tmp_path / "untied", shrunk=True)
     dense = [setting.format(folder=folder) for setting in DENSE]
     lora = ["train.lora.rank=4", "train.lora.target_modules=[lm_head]", "train.logits_chunk_tokens=16"]
-    with pytest.raises(ConfigError, match=r"logits_chunk_tokens must be null with an adapter of lm_head\.weight"):
-        check(load("grpo_qwen3_moe", [*dense, *lora]))
+    with pytest.raises(ConfigError) as refused:
+        check(load("grpo_qwen3_moe", [*dense, *lora, "model.float32_logits=true", "train.dtype=bfloat16"]))
+    assert "train.logits_chunk_tokens must be null with an adapter of lm_head.weight" in str(refused.value)
+    assert "model.float32_logits must be false with an adapter of lm_head.weight" in str(refused.value)

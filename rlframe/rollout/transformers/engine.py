@@ -329,9 +329,7 @@ class TransformersEngine(RolloutEngine):
 def keep_float32(head: torch.nn.Linear) -> None:
     """Makes the model's output layer return logits in float32."""
     assert head.bias is None, "no family has an output layer with bias"
-    head.forward = lambda states: product_in_float32(states.flatten(0, -2), head.weight).unflatten(
-        0, states.shape[:-1]
-    )
+    head.forward = lambda states: product_in_float32(states.flatten(0, -2), head.weight).unflatten(0, states.shape[:-1])
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -62,7 +62,8 @@ def on_rank(
         environment.prepare(train)
         trainer = Trainer(TrainerSetup(
             rank=rank, init_method=f"{init_method}{index}", device=where,
-            model=ModelConfig(path=folders[setup.model], float32_logits=setup.float32_logits), train=train, seed=0, temperature=TEMPERATURE, total_optimizer_steps=1, timeout_s=60, with_reference=False,
+            model=ModelConfig(path=folders[setup.model], float32_logits=setup.float32_logits), train=train,
+            seed=0, temperature=TEMPERATURE, total_optimizer_steps=1, timeout_s=60, with_reference=False,
         ))  # fmt: skip
         results.append({"cells": [measure(trainer, cell, batch) for cell in setup.cells]} | facts(trainer, batch))
         parallel.shutdown()

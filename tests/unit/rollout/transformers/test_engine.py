@@ -109,7 +109,8 @@ def test_float32_logits_are_products_of_the_states_that_nothing_rounds(float32_l
     head.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     (request,) = make_requests(1, sampling=FORCED)
     (completion,) = engine.generate([request])
-    states = torch.cat([each[0, -1:] for each in seen])
+    # The first pass is over the prompt but for its last token.
+    states = torch.cat([each[0, -1:] for each in seen[1:]])
     assert states.dtype is torch.bfloat16
     logprobs = (states.double() @ head.weight.double().t()).log_softmax(-1)
     expected = logprobs.gather(1, torch.tensor(completion.token_ids).long()[:, None])[:, 0].float()

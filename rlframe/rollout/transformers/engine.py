@@ -18,7 +18,7 @@ from torch import Tensor
 from rlframe.models import tokenizer, transformers_config
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
-from rlframe.ops.float32_logits import float32_logits as product_in_float32
+from rlframe.ops.float32_logits import float32_logits as float32_product
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
 from rlframe.rollout.base.engine import RolloutEngine, check_names
@@ -326,10 +326,14 @@ class TransformersEngine(RolloutEngine):
         self.weights.close()
 
 
-def keep_float32(head: torch.nn.Linear) -> None:
+def keep_float32(head: Any) -> None:
     """Makes the model's output layer return logits in float32."""
     assert head.bias is None, "no family has an output layer with bias"
-    head.forward = lambda states: product_in_float32(states.flatten(0, -2), head.weight).unflatten(0, states.shape[:-1])
+    head.forward = partial(_head_in_float32, head)
+
+
+def _head_in_float32(head: torch.nn.Linear, states: Tensor) -> Tensor:
+    return float32_product(states.flatten(0, -2), head.weight).unflatten(0, states.shape[:-1])
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -173,6 +173,17 @@ def test_a_long_sequence_keeps_its_layers_inputs_on_the_host_and_few_logits(tmp_
     assert states == 4 * tokens * hidden * 2
 
 
+def test_float32_logits_take_twice_the_memory_and_their_gradient_is_rounded_once_more(tmp_path: Path) -> None:
+    settings = ("train.parallel=d1", "train.recompute=full")
+    plain, float32 = (
+        planned(tmp_path, QWEN3_4B, *settings, f"model.float32_logits={each}") for each in ("false", "true")
+    )
+    size = plain.trainer.tokens * 151936 * 2
+    gradient = "gradient of the output layer"
+    assert (part(plain, Phase.TRAIN, "logits"), part(float32, Phase.TRAIN, "logits")) == (size, 2 * size)
+    assert part(float32, Phase.TRAIN, gradient) == part(plain, Phase.TRAIN, gradient) + size
+
+
 def test_masks_of_sparse_attention_are_kept_by_every_layer_whatever_is_recomputed(tmp_path: Path) -> None:
     name = "masks of sparse attention"
     settings = (

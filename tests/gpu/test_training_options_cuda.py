@@ -60,7 +60,8 @@ def on_gpu(rank: int, init_method: str, folder: str, train: dict[str, Any]) -> d
     trainer = Trainer(
         TrainerSetup(
             rank=rank, init_method=init_method, device=device, train=config, seed=0,
-            model=ModelConfig(path=folder, float32_logits=float32_logits), temperature=0.9, total_optimizer_steps=STEPS, timeout_s=120, with_reference=False,
+            model=ModelConfig(path=folder, float32_logits=float32_logits), temperature=0.9,
+            total_optimizer_steps=STEPS, timeout_s=120, with_reference=False,
         )
     )  # fmt: skip
     all_steps = steps()

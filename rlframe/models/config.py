@@ -26,7 +26,8 @@ class ModelConfig:
     """Whether to take only config and tokenizer and to draw the weights from the run's seed."""
     float32_logits: bool = False
     """Whether the output layer's logits stay in float32, in training and in engines, from states and weights in
-    bfloat16: they are not rounded to bfloat16 before the softmax. In training logits take two to three times the memory."""
+    bfloat16: they are not rounded to bfloat16 before the softmax. In training they take two to three times the
+    memory."""
     family: Annotated[str, PathText()] | None = None
     """Model family from outside the package, `path/to/file.py:Class` or `package.module:Class`. null means the family
     of config.json's model_type."""

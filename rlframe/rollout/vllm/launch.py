@@ -120,10 +120,9 @@ def engine_arguments(
     _require_known(config.engine_options, AsyncEngineArgs)
     options |= adapter_options(adapter) | speculative_options(config.speculative, tp=config.tp)
     options |= memory_options(config, cuda=cuda) | config.engine_options
-    if float32_logits:
-        options["hf_overrides"] = (options.get("hf_overrides") or {}) | HEAD_IN_FLOAT32
-    if is_quantized(folder):
-        options["hf_overrides"] = partial(plain_config, overrides=options.get("hf_overrides") or {})
+    overrides = (options.get("hf_overrides") or {}) | (HEAD_IN_FLOAT32 if float32_logits else {})
+    if overrides or is_quantized(folder):
+        options["hf_overrides"] = partial(plain_config, overrides=overrides) if is_quantized(folder) else overrides
     return AsyncEngineArgs(**options)
 
 

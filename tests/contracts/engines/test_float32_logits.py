@@ -11,6 +11,7 @@ from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.types.input import ModelInput
 from tests.contracts.engines.kinds import ENGINES, Kind, param
 
+pytestmark = pytest.mark.later
 SEQUENCE = ModelInput(tuple(5 + index * index % 60 for index in range(100)))
 
 

@@ -15,10 +15,7 @@ class Head(Rung):
     name = "head"
     question = "Is it the rounding of logits?"
     remedy = "model.float32_logits=true"
-    cost = (
-        "two to three times the memory of logits in training; on a CPU also products of the output layer at the speed of "
-        "float32"
-    )
+    cost = "two to three times the memory of logits in training; on a CPU also an output layer at the speed of float32"
 
     def refusal(self, subject: Subject) -> str:
         """See Rung."""

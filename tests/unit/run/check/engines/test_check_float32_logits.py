@@ -6,6 +6,7 @@ from rlframe.run.check import check
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
+pytestmark = pytest.mark.later
 LOGITS = ["model.float32_logits=true", "train.dtype=bfloat16"]
 KEY = "model.float32_logits"
 

@@ -120,10 +120,15 @@ def engine_arguments(
     _require_known(config.engine_options, AsyncEngineArgs)
     options |= adapter_options(adapter) | speculative_options(config.speculative, tp=config.tp)
     options |= memory_options(config, cuda=cuda) | config.engine_options
-    overrides = (options.get("hf_overrides") or {}) | (HEAD_IN_FLOAT32 if float32_logits else {})
-    if overrides or is_quantized(folder):
-        options["hf_overrides"] = partial(plain_config, overrides=overrides) if is_quantized(folder) else overrides
-    return AsyncEngineArgs(**options)
+    return AsyncEngineArgs(**options | overrides(folder, config, float32_logits=float32_logits))
+
+
+def overrides(folder: Path, config: VllmConfig, *, float32_logits: bool) -> dict[str, Any]:
+    """Returns the engine argument that changes config.json, the user's changes among them, or nothing."""
+    changed = (config.engine_options.get("hf_overrides") or {}) | (HEAD_IN_FLOAT32 if float32_logits else {})
+    if is_quantized(folder):
+        return {"hf_overrides": partial(plain_config, overrides=changed)}
+    return {"hf_overrides": changed} if changed else {}
 
 
 def _require_known(options: Mapping[str, Any], arguments: Any) -> None:

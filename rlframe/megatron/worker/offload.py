@@ -16,7 +16,7 @@ CHUNK_BYTES = 1 << 30
 LARGE_BYTES = 10 << 20
 """Tensors of so many bytes get a block of their own from torch's CUDA allocator (`kMinLargeAlloc`)."""
 BLOCK_BYTES = 2 << 20
-"""Such a block is a multiple of this (`kRoundLarge`). What the tensor leaves of it goes to other tensors."""
+"""A block of a tensor alone is a multiple of this (`kRoundLarge`). What the tensor leaves goes to other tensors."""
 
 
 class SleepingMemory:

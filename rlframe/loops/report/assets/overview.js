@@ -102,7 +102,7 @@ function overviewTab() {
   );
   if (runs.length > 1)
     return [
-      el("h2", {}, `${runs.length} runs`),
+      el("h2", {}, "Where the runs differ, and where they ended"),
       comparison(names),
       el("h2", {}, "Curves to look at first"),
       cards,

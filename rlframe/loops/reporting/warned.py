@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlframe.cluster.watch.warned import FILES, read_warnings
-from rlframe.utils.errors import OutputError
+from rlframe.utils.errors import OutputError, RlframeError
 from rlframe.utils.files.jsonl import append
 from rlframe.utils.process.age import program_began
 from rlframe.utils.secrets import hidden
@@ -16,6 +16,10 @@ WARNINGS = "warnings.jsonl"
 LOGS = "logs"
 DRIVER = "driver"
 """Role of this process in the lines."""
+FAILURE = "the end of the run"
+"""What the line of an error that ended the run is of."""
+MOST_OF_A_FAILURE = 4000
+"""Greatest number of characters of such an error."""
 
 
 class Warned:
@@ -46,6 +50,11 @@ class Warned:
             of: name of the module that warns.
         """
         self._write({"time_s": round(time.time(), 3), "role": DRIVER, "of": of, "text": hidden(text)})
+
+    def note_failure(self, error: BaseException) -> None:
+        """Writes the error that ends the run."""
+        said = str(error) if isinstance(error, RlframeError) else f"{type(error).__name__}: {error}".rstrip(": ")
+        self.note(said[:MOST_OF_A_FAILURE], of=FAILURE)
 
     def gather(self) -> None:
         """Writes the warnings of the workers since the last call."""

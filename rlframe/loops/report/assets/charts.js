@@ -98,6 +98,12 @@ function curveTraces(name, runs, smooth) {
   });
 }
 
+// Between few steps Plotly would mark halves of them.
+function isShort(name, runs) {
+  const steps = runs.flatMap(({ run }) => curveOf(run, name)?.steps || []);
+  return Math.max(...steps) - Math.min(...steps) < 5;
+}
+
 // What is never below 0 gets no room below 0, also where it is 0 all the time.
 function isNegative(name, runs) {
   return runs.some(({ run }) => curveOf(run, name)?.values.some((value) => value < 0));
@@ -111,7 +117,10 @@ function curveCard(name, runs, smooth = false) {
     { class: "card" },
     el("h3", {}, name, last === null ? "" : el("span", { class: "quiet" }, `  last ${number(last)}`)),
     el("p", { class: "quiet meaning" }, curve.meaning),
-    chart(curveTraces(name, runs, smooth), { yaxis: { rangemode: isNegative(name, runs) ? "normal" : "nonnegative" } }),
+    chart(curveTraces(name, runs, smooth), {
+      xaxis: isShort(name, runs) ? { dtick: 1 } : {},
+      yaxis: { rangemode: isNegative(name, runs) ? "normal" : "nonnegative" },
+    }),
   );
 }
 

@@ -39,6 +39,13 @@ function sentences(run) {
   return found.join(" ");
 }
 
+// The error that ended a run, if one did.
+function ended({ failure }) {
+  return failure
+    ? el("p", { class: "card failure" }, el("b", {}, `The run ended early, after step ${failure.step - 1}: `), failure.text)
+    : null;
+}
+
 // Seconds of each phase over the whole run, the longest first. The timeline also has what ran between steps, such as
 // evaluations, of which the metrics of a step know nothing.
 function phaseTotals(run) {
@@ -109,6 +116,7 @@ function overviewTab() {
     ];
   return [
     el("p", { class: "lead" }, sentences(runs[0].run)),
+    ended(runs[0].run),
     el("h2", {}, "Curves to look at first"),
     cards,
     el("h2", {}, "Where the time went"),

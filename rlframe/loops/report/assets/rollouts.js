@@ -158,6 +158,14 @@ function detail(run, rollout, open) {
   );
 }
 
+// Whether a step may have kept more attempts than the page has of it.
+function isFull(run) {
+  const counts = new Map();
+  for (const { step, evaluation } of run.attempts)
+    counts.set(`${step} ${evaluation}`, (counts.get(`${step} ${evaluation}`) || 0) + 1);
+  return [...counts.values()].some((count) => count >= run.most_attempts);
+}
+
 function rolloutsTab() {
   const run = chosenRun();
   if (!run.attempts.length)
@@ -183,7 +191,9 @@ function rolloutsTab() {
       `${found.length} of ${run.attempts.length}` +
       (steps.length - 1 < run.sampled_steps
         ? `, of ${steps.length - 1} steps out of ${run.sampled_steps}: python -m rlframe.tools.rollouts has all`
-        : "");
+        : isFull(run)
+          ? `, at most ${run.most_attempts} of a step: python -m rlframe.tools.rollouts has all`
+          : "");
     list.replaceChildren(
       ...found.map((each) =>
         el(

@@ -127,8 +127,9 @@ function few(names) {
 
 function warningsTab() {
   const { warnings } = chosenRun();
-  if (!warnings.length) return [el("p", { class: "lead" }, "There were no warnings.")];
+  if (!warnings.length) return [el("p", { class: "lead" }, "There were no warnings."), ended(chosenRun())];
   return [
+    ended(chosenRun()),
     el(
       "div",
       { class: "card" },

@@ -111,7 +111,7 @@ function engineLanes(steps, begin) {
     {
       type: "bar",
       orientation: "h",
-      name: "sampling (the stronger, the busier)",
+      name: "sampling",
       marker: { color: bars.map(({ share }) => `rgba(0,158,115,${(0.08 + 0.92 * share).toFixed(3)})`) },
       y: bars.map(({ place }) => `engine ${place}`),
       x: bars.map(({ engines }) => engines.end_s - engines.start_s),

@@ -73,7 +73,7 @@ def test_time_between_steps_is_in_the_sum(tmp_path: Path) -> None:
 def test_no_part_is_wider_than_a_phone(tmp_path: Path) -> None:
     one, two = (
         run_folder(tmp_path / "one"),
-        run_folder(tmp_path / "two", **{"a_setting_of_a_long_name": {"inside": "x" * 200}}),
+        run_folder(tmp_path / "two", a_setting_of_a_long_name={"inside": "x" * 200}),
     )
     assert max(said(opened([one], tmp_path, WIDTHS, f"--window-size={PHONE},900"))) <= PHONE
     assert max(said(opened([one, two], tmp_path, WIDTHS, f"--window-size={PHONE},900"))) <= PHONE

@@ -97,8 +97,8 @@ def warnings(output: Path) -> list[dict[str, Any]]:
 
 
 def failure(output: Path, done: int) -> dict[str, Any] | None:
-    """Returns the last error that ended a run, and the step that was under way. None if there is none, or if the run went
-    on after it."""
+    """Returns the last error that ended a run, and the step that was under way. None if there is none, or if the run
+    went on after it."""
     found = [line for line in json_lines(output / WARNINGS) if line.get("of") == FAILURE]
     if not found or not isinstance(step := found[-1].get("step"), int) or step <= done:
         return None

@@ -17,7 +17,7 @@ LOGS = "logs"
 DRIVER = "driver"
 """Role of this process in the lines."""
 FAILURE = "the end of the run"
-"""What the line of an error that ended the run is of."""
+"""Stands in the place of a module in the line of an error that ended the run."""
 MOST_OF_A_FAILURE = 4000
 """Greatest number of characters of such an error."""
 

@@ -137,7 +137,7 @@ function warningsTab() {
         ["warning", "from", "processes", "first step", "last step", "times"],
         warnings.map((each) => [
           each.text,
-          el("code", {}, each.of),
+          el("code", { class: "whole" }, breakable(each.of)),
           few(each.roles),
           each.first,
           each.last,

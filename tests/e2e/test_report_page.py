@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from rlframe.loops.report.page import write_page
+from rlframe.loops.reporting.warned import Warned
+from rlframe.utils.errors import RewardError
 from tests.unit.loops.report.runs import HOSTILE, record, run_folder, write_samples
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -68,6 +70,16 @@ def test_time_between_steps_is_in_the_sum(tmp_path: Path) -> None:
     (output / "timeline.jsonl").write_text("".join(json.dumps({"step": 1, "phases": [each]}) + "\n" for each in phases))
     dom = opened([output], tmp_path, "")
     assert "Most time went to evaluation (75 %) and train (25 %)." in dom
+
+
+def test_the_error_that_ended_a_run_comes_first(tmp_path: Path) -> None:
+    output = run_folder(tmp_path / "run", steps=3)
+    warned = Warned(output, step=lambda: 4, anew=True)
+    warned.note_failure(RewardError("no reward scored anything"))
+    warned.close()
+    dom = opened([output], tmp_path, "")
+    assert "<b>The run ended early, after step 3: </b>no reward scored anything" in dom
+    assert "There were no warnings." in dom, "an error is no warning"
 
 
 def test_no_part_is_wider_than_a_phone(tmp_path: Path) -> None:

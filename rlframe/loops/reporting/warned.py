@@ -52,8 +52,13 @@ class Warned:
         self._write({"time_s": round(time.time(), 3), "role": DRIVER, "of": of, "text": hidden(text)})
 
     def note_failure(self, error: BaseException) -> None:
-        """Writes the error that ends the run."""
-        said = str(error) if isinstance(error, RlframeError) else f"{type(error).__name__}: {error}".rstrip(": ")
+        """Writes the error, or the sentence of the signal, that ends the run. A run whose folder is another's by now, or
+        cannot be written, leaves it alone."""
+        if isinstance(error, OutputError):
+            return
+        said = str(error)
+        if not said or not isinstance(error, RlframeError | KeyboardInterrupt):
+            said = f"{type(error).__name__}: {said}".removesuffix(": ")
         self.note(said[:MOST_OF_A_FAILURE], of=FAILURE)
 
     def gather(self) -> None:

@@ -52,8 +52,8 @@ class Warned:
         self._write({"time_s": round(time.time(), 3), "role": DRIVER, "of": of, "text": hidden(text)})
 
     def note_failure(self, error: BaseException) -> None:
-        """Writes the error, or the sentence of the signal, that ends the run. A run whose folder is another's by now, or
-        cannot be written, leaves it alone."""
+        """Writes the error, or the sentence of the signal, that ends the run. A run whose folder is another's by now,
+        or cannot be written, leaves it alone."""
         if isinstance(error, OutputError):
             return
         said = str(error)

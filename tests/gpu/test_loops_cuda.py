@@ -97,12 +97,12 @@ LOOPS = {
 }
 
 
-def both(name: str, folder: Path, *, device: str = "cuda") -> tuple[Path, Path]:
+def both(name: str, folder: Path, *, teacher: Path, device: str = "cuda") -> tuple[Path, Path]:
     """Returns the outputs of a loop's run on the CPU and of the same one on the other device."""
     loop = LOOPS[name]
     settings = SHORT | ({} if loop.samples else {"data.cache_folder": folder / "cache"}) | loop.settings
     if "gkd" in name:
-        settings["teacher.path"] = checkpoint("dense", folder / "teacher")
+        settings["teacher.path"] = teacher
     recorded = {"rollout.record": "true"} if loop.samples else {}
     ours = run(folder / "cpu", settings | recorded | {"cluster": "cpu"}, config=loop.config, environment=NO_GPU)
     replayed = {"rollout.replay": ours} if loop.samples else {}
@@ -123,8 +123,10 @@ def runs(
     selected = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     possible = [name for name in selected if LOOPS[name].needs <= torch.cuda.device_count()]
     folder = tmp_path_factory.mktemp("loops")
+    # Here, as transformers does not import its parts in several threads at once.
+    teacher = checkpoint("dense", folder / "teacher")
     pool = ThreadPoolExecutor(AT_ONCE)
-    yield {name: pool.submit(both, name, folder / name) for name in possible}
+    yield {name: pool.submit(both, name, folder / name, teacher=teacher) for name in possible}
     pool.shutdown(cancel_futures=True)
 
 

@@ -15,14 +15,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rlframe.loops.report.attempts import MOST_BYTES, attempts
+from rlframe.loops.report.attempts import MOST_BYTES, MOST_OF_ONE, attempts
 from rlframe.loops.report.curves import curves
 from rlframe.loops.report.ended import ended
 from rlframe.loops.report.files import json_lines, read_yaml, settings_of
 from rlframe.loops.report.profiles import profiles
 from rlframe.loops.report.times import times
 from rlframe.loops.reporting.samples import sample_files
-from rlframe.loops.reporting.warned import DRIVER
+from rlframe.loops.reporting.warned import DRIVER, FAILURE, WARNINGS
 from rlframe.utils.files.whole import write_whole
 from rlframe.utils.nested import flat
 from rlframe.utils.text import UNSAFE, printable
@@ -57,11 +57,13 @@ def run_of(output: Path, *, most_bytes: int = MOST_BYTES, page: Path | None = No
     """
     settings = settings_of(output)
     records = list(json_lines(output / "metrics.jsonl"))
+    done = max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0)
     return {
         "name": str(settings.get("name", output.name)),
         "output": str(output),
         "steps": settings["steps"],
-        "done": max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0),
+        "done": done,
+        "failure": failure(output, done),
         "settings": flat(settings),
         "overrides": read_yaml(output / "overrides.yaml") or [],
         "curves": curves(records),
@@ -69,6 +71,7 @@ def run_of(output: Path, *, most_bytes: int = MOST_BYTES, page: Path | None = No
         "warnings": warnings(output),
         "profiles": profiles(output, page=page or output),
         "attempts": attempts(output, most_bytes=most_bytes),
+        "most_attempts": MOST_OF_ONE,
         "sampled_steps": len({step for step, _, _ in sample_files(output)}),
         "ended": ended(output),
     }
@@ -78,7 +81,9 @@ def warnings(output: Path) -> list[dict[str, Any]]:
     """Returns the warnings of a run: each text once, with its first and last step, how often it came, and from which
     processes."""
     found: dict[str, dict[str, Any]] = {}
-    for line in json_lines(output / "warnings.jsonl"):
+    for line in json_lines(output / WARNINGS):
+        if line.get("of") == FAILURE:
+            continue
         text = str(line.get("text", ""))
         known = found.setdefault(
             text, {"text": text, "of": line.get("of", ""), "roles": [], "first": line.get("step"), "count": 0}
@@ -89,6 +94,15 @@ def warnings(output: Path) -> list[dict[str, Any]]:
         if role not in known["roles"]:
             known["roles"].append(role)
     return list(found.values())[-MOST_WARNINGS:]
+
+
+def failure(output: Path, done: int) -> dict[str, Any] | None:
+    """Returns the last error that ended a run, and the step that was under way. None if there is none, or if the run
+    went on after it."""
+    found = [line for line in json_lines(output / WARNINGS) if line.get("of") == FAILURE]
+    if not found or not isinstance(step := found[-1].get("step"), int) or step <= done:
+        return None
+    return {"step": step, "text": str(found[-1].get("text", ""))}
 
 
 def render(content: Mapping[str, Any]) -> str:

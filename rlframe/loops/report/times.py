@@ -21,7 +21,9 @@ def times(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         lines: of timeline.jsonl.
     """
-    read = [_with_waits(line) for line in lines if isinstance(line.get("phases"), list)]
+    read = [line for line in lines if isinstance(line.get("phases"), list)]
+    if any("engines" in line for line in read):
+        read = [_with_waits(line) for line in read]
     busy: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     engines: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     whole = 0.0
@@ -52,10 +54,8 @@ def _role(role: str, phases: Mapping[str, float], whole: float) -> dict[str, Any
 
 
 def _with_waits(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the line of a step. Where engines sample all the time, the phase on their role is the driver's wait for
-    them."""
-    if "engines" not in line:
-        return dict(line)
+    """Returns the line of a step of a run whose engines sample all the time: a phase on their role is the driver's wait
+    for them, also in the first step, which says nothing of engines."""
     phases = [each | {"role": DRIVER} if each["role"] == ENGINES else each for each in line["phases"]]
     return {**line, "phases": phases}
 

@@ -202,9 +202,15 @@ class MetricsLog:
         if text.startswith("warning: "):
             self._warned.note(text.removeprefix("warning: "))
 
-    def close(self) -> None:
-        """Ends the progress bar, the notes of warnings and the files of samples."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the progress bar, the notes of warnings and the files of samples.
+
+        Args:
+            error: what ended the run. None means that it has ended well.
+        """
         self._bar.close()
+        if error:
+            self._warned.note_failure(error)
         self._warned.close()
         self._sample_files.close()
 

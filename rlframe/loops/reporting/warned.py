@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlframe.cluster.watch.warned import FILES, read_warnings
-from rlframe.utils.errors import OutputError
+from rlframe.utils.errors import OutputError, RlframeError
 from rlframe.utils.files.jsonl import append
 from rlframe.utils.process.age import program_began
 from rlframe.utils.secrets import hidden
@@ -16,6 +16,10 @@ WARNINGS = "warnings.jsonl"
 LOGS = "logs"
 DRIVER = "driver"
 """Role of this process in the lines."""
+FAILURE = "the end of the run"
+"""Stands in the place of a module in the line of an error that ended the run."""
+MOST_OF_A_FAILURE = 4000
+"""Greatest number of characters of such an error."""
 
 
 class Warned:
@@ -46,6 +50,16 @@ class Warned:
             of: name of the module that warns.
         """
         self._write({"time_s": round(time.time(), 3), "role": DRIVER, "of": of, "text": hidden(text)})
+
+    def note_failure(self, error: BaseException) -> None:
+        """Writes the error, or the sentence of the signal, that ends the run. A run whose folder is another's by now,
+        or cannot be written, leaves it alone."""
+        if isinstance(error, OutputError):
+            return
+        said = str(error)
+        if not said or not isinstance(error, RlframeError | KeyboardInterrupt):
+            said = f"{type(error).__name__}: {said}".removesuffix(": ")
+        self.note(said[:MOST_OF_A_FAILURE], of=FAILURE)
 
     def gather(self) -> None:
         """Writes the warnings of the workers since the last call."""

@@ -13,6 +13,10 @@ from rlframe.megatron.model.model import Model
 
 CHUNK_BYTES = 1 << 30
 """Bytes of a piece of host memory: torch rounds pinned memory up to a power of two."""
+LARGE_BYTES = 10 << 20
+"""Tensors of so many bytes get a block of their own from torch's CUDA allocator (`kMinLargeAlloc`)."""
+BLOCK_BYTES = 2 << 20
+"""A block of a tensor alone is a multiple of this (`kRoundLarge`). What the tensor leaves goes to other tensors."""
 
 
 class SleepingMemory:
@@ -36,6 +40,9 @@ class SleepingMemory:
         ]
         elements = sum(parameter.numel() for parameter in shards if parameter.device == self.device)
         self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * 4 * elements)
+        # From here on what sleeps fills its blocks, before a forward pass puts anything of its own beside it.
+        self.sleep()
+        self.wake()
 
     def sleep(self) -> Moved:
         """Gives the memory back. Only the parameters may be used until `wake`."""
@@ -44,7 +51,7 @@ class SleepingMemory:
         kept = [(storage, storage.nbytes()) for storage in self._kept()]
         self._gradients = [(storage, storage.nbytes()) for storage in gradient_storages(self.model)]
         self._reserve(sum(size for _, size in kept))
-        for here, there in self._pieces(storage for storage, _ in kept):
+        for here, there in self._pieces(kept):
             there.copy_(here, non_blocking=True)
         torch.cuda.synchronize()
         for storage, _ in (*kept, *self._gradients):
@@ -56,12 +63,16 @@ class SleepingMemory:
         return self._moved(begun)
 
     def wake(self) -> Moved:
-        """Undoes `sleep`, bit for bit. Gradients are undefined."""
+        """Undoes `sleep`, bit for bit. Gradients are undefined.
+
+        Memory comes back in whole blocks: one small tensor in the rest of a block, such as a table of rotary
+        embeddings, would keep the allocator from giving the block back at the next sleep, the gradients' too.
+        """
         assert self._asleep is not None, "awake already"
         begun = time.perf_counter()
         for storage, size in (*self._asleep, *self._gradients):
-            storage.resize_(size)
-        for here, there in self._pieces(storage for storage, _ in self._asleep):
+            storage.resize_(whole_blocks(size))
+        for here, there in self._pieces(self._asleep):
             here.copy_(there, non_blocking=True)
         torch.cuda.synchronize()
         moved = self._moved(begun)
@@ -106,17 +117,24 @@ class SleepingMemory:
             self._chunks.append(torch.zeros(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
             missing -= size
 
-    def _pieces(self, storages: Iterable[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (bytes on the device, their place in host memory), in an order that depends only on the storages."""
+    def _pieces(self, sized: Iterable[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (bytes on the device, their place in host memory), of so many bytes of each storage, in an order that
+        depends only on the sizes."""
         index, used = 0, 0
-        for storage in storages:
-            left = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        for storage, size in sized:
+            left = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[:size]
             while left.numel():
                 if used == self._chunks[index].numel():
                     index, used = index + 1, 0
-                size = min(left.numel(), self._chunks[index].numel() - used)
-                yield left[:size], self._chunks[index][used : used + size]
-                left, used = left[size:], used + size
+                count = min(left.numel(), self._chunks[index].numel() - used)
+                yield left[:count], self._chunks[index][used : used + count]
+                left, used = left[count:], used + count
+
+
+def whole_blocks(num_bytes: int) -> int:
+    """Returns the bytes with which a tensor leaves nothing of its block of torch's CUDA allocator: the device holds no
+    more than without. Small tensors share blocks, and stay as they are."""
+    return num_bytes if num_bytes < LARGE_BYTES else -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def forget_placeholders() -> None:

@@ -191,7 +191,7 @@ class Parts:
             callbacks=self.callbacks,
             alerts=self.config.alerts,
         )
-        self.stack.callback(metrics.close)
+        self.stack.push(partial(_close_log, metrics))
         return metrics
 
     def phases(self, metrics: MetricsLog, sharing: list[Sleeper]) -> Phases:
@@ -213,6 +213,11 @@ class Parts:
             page = Page(self.folder)
             self.stack.push(partial(_close, page))
             yield page
+
+
+def _close_log(metrics: MetricsLog, _: type[BaseException] | None, error: BaseException | None, *__: Any) -> None:
+    """Closes the log of a run, which has failed with `error` or has ended well."""
+    metrics.close(error)
 
 
 def _close(tracker: Tracker, _: type[BaseException] | None, error: BaseException | None, *__: Any) -> None:

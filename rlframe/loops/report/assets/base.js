@@ -56,7 +56,8 @@ function lastOf(run, name) {
 }
 
 function table(heads, rows) {
-  const numeric = heads.map((_, place) => rows.some((row) => typeof row[place] === "number"));
+  const isNumber = (cell) => typeof cell === "number" || /^[\d.e+-]+ (%|s|min|h)$/.test(cell);
+  const numeric = heads.map((_, place) => rows.some((row) => isNumber(row[place])));
   const cell = (tag, value, place) =>
     el(tag, { class: numeric[place] ? "number" : null }, typeof value === "number" ? number(value) : (value ?? "-"));
   return el(

@@ -40,7 +40,7 @@ function layout(extra = {}) {
     showlegend: false,
     ...extra,
     font: base.font,
-    xaxis: { automargin: true, ...base.xaxis, ...extra.xaxis },
+    xaxis: { automargin: true, title: { text: "step", standoff: 4 }, ...base.xaxis, ...extra.xaxis },
     yaxis: { automargin: true, ...base.yaxis, ...extra.yaxis },
   };
 }
@@ -78,10 +78,10 @@ function smoothed(values, weight) {
 
 // One curve of each run that has it. With smoothing the measured one stays, pale.
 function curveTraces(name, runs, smooth) {
+  const few = runs.every(({ run }) => (curveOf(run, name)?.steps.length || 0) < 30);
   return runs.flatMap(({ run, colour, dash }) => {
     const curve = curveOf(run, name);
     if (!curve) return [];
-    const few = curve.steps.length < 30;
     const trace = {
       x: curve.steps,
       y: curve.values,
@@ -98,15 +98,29 @@ function curveTraces(name, runs, smooth) {
   });
 }
 
+// Between few steps Plotly would mark halves of them.
+function isShort(name, runs) {
+  const steps = runs.flatMap(({ run }) => curveOf(run, name)?.steps || []);
+  return Math.max(...steps) - Math.min(...steps) < 5;
+}
+
+// What is never below 0 gets no room below 0, also where it is 0 all the time.
+function isNegative(name, runs) {
+  return runs.some(({ run }) => curveOf(run, name)?.values.some((value) => value < 0));
+}
+
 function curveCard(name, runs, smooth = false) {
   const curve = runs.map(({ run }) => curveOf(run, name)).find(Boolean);
   const last = runs.length === 1 ? lastOf(runs[0].run, name) : null;
   return el(
     "section",
     { class: "card" },
-    el("h3", {}, name, last === null ? "" : el("span", { class: "quiet" }, `  now ${number(last)}`)),
+    el("h3", {}, name, last === null ? "" : el("span", { class: "quiet" }, `  last ${number(last)}`)),
     el("p", { class: "quiet meaning" }, curve.meaning),
-    chart(curveTraces(name, runs, smooth)),
+    chart(curveTraces(name, runs, smooth), {
+      xaxis: isShort(name, runs) ? { dtick: 1 } : {},
+      yaxis: { rangemode: isNegative(name, runs) ? "normal" : "nonnegative" },
+    }),
   );
 }
 

@@ -25,7 +25,7 @@ function show(tab) {
   view.move = view.mark = null;
   main.replaceChildren(...TABS[state.tab]().filter(Boolean));
   for (const button of document.querySelectorAll("#tabs button"))
-    button.setAttribute("aria-selected", String(button.dataset.tab === state.tab));
+    button.setAttribute("aria-current", button.dataset.tab === state.tab ? "page" : "false");
   document.getElementById("run").hidden = state.data.runs.length < 2 || ["Overview", "Curves"].includes(state.tab);
   if (location.hash.slice(1) !== state.tab) history.replaceState(null, "", `#${state.tab}`);
   window.scrollTo(0, 0);
@@ -51,6 +51,8 @@ function onKey(event) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
+  const help = document.getElementById("help");
+  if (help.open) return;
   const names = Object.keys(TABS);
   const actions = {
     "/": () => document.getElementById("search")?.focus(),
@@ -60,7 +62,7 @@ function onKey(event) {
     ArrowLeft: () => view.mark?.(-1),
     c: nextColouring,
     d: () => setTheme(state.theme === "dark" ? "light" : "dark"),
-    "?": () => document.getElementById("help").showModal(),
+    "?": () => help.showModal(),
   };
   const act = actions[event.key] || (names[Number(event.key) - 1] ? () => show(names[Number(event.key) - 1]) : null);
   if (act) {
@@ -91,7 +93,7 @@ function frame() {
     .getElementById("tabs")
     .append(
       ...Object.keys(TABS).map((name) =>
-        el("button", { role: "tab", "data-tab": name, onclick: () => show(name) }, name),
+        el("button", { "data-tab": name, onclick: () => show(name) }, name),
       ),
     );
   const picker = document.getElementById("run");

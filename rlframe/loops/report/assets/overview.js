@@ -35,15 +35,38 @@ function sentences(run) {
     found.push(`Most time went to ${one[0]} (${percent(one[1], whole)}) and ${two[0]} (${percent(two[1], whole)}).`);
   }
   const count = run.warnings.reduce((sum, each) => sum + each.count, 0);
-  found.push(count ? `There were ${number(count)} warnings.` : "There were no warnings.");
+  found.push(count === 1 ? "There was 1 warning." : `There were ${count ? number(count) : "no"} warnings.`);
   return found.join(" ");
 }
 
-// Seconds of each phase over all steps, the longest first.
+// The error that ended a run, if one did.
+function ended({ failure }) {
+  return failure
+    ? el("p", { class: "card failure" }, el("b", {}, `The run ended early, after step ${failure.step - 1}: `), failure.text)
+    : null;
+}
+
+// Seconds of each phase over the whole run, the longest first. The timeline also has what ran between steps, such as
+// evaluations, of which the metrics of a step know nothing.
 function phaseTotals(run) {
-  const sums = run.curves
-    .filter((curve) => /^time\/\w+_s$/.test(curve.name) && isPhase(run, curve.name))
-    .map((curve) => [curve.name.slice(5, -2), curve.values.reduce((sum, value) => sum + (value || 0), 0)]);
+  const sums = new Map(stepPhases(run));
+  const timed = run.times.roles.filter(({ role }) => !/^engine \d+$/.test(role));
+  if (timed.length) for (const name of [...sums.keys()]) if (name !== "other") sums.delete(name);
+  for (const { phases } of timed)
+    for (const [name, value] of Object.entries(phases)) sums.set(name, (sums.get(name) || 0) + value);
+  return ranked([...sums]);
+}
+
+// Seconds of each phase inside of steps, by their metrics, the longest first.
+function stepPhases(run) {
+  return ranked(
+    run.curves
+      .filter((curve) => /^time\/\w+_s$/.test(curve.name) && isPhase(run, curve.name))
+      .map((curve) => [curve.name.slice(5, -2), curve.values.reduce((sum, value) => sum + (value || 0), 0)]),
+  );
+}
+
+function ranked(sums) {
   return sums.filter(([, value]) => value > 0).sort((one, two) => two[1] - one[1]);
 }
 
@@ -86,13 +109,14 @@ function overviewTab() {
   );
   if (runs.length > 1)
     return [
-      el("h2", {}, `${runs.length} runs`),
+      el("h2", {}, "Where the runs differ, and where they ended"),
       comparison(names),
       el("h2", {}, "Curves to look at first"),
       cards,
     ];
   return [
     el("p", { class: "lead" }, sentences(runs[0].run)),
+    ended(runs[0].run),
     el("h2", {}, "Curves to look at first"),
     cards,
     el("h2", {}, "Where the time went"),
@@ -132,7 +156,7 @@ function comparison(names) {
       state.order = { place, down: state.order?.place === place ? !state.order.down : true };
       again();
     };
-    return el("th", {}, el("button", { class: "head", title: "Sort by this", onclick: sort }, title + arrow));
+    return el("th", {}, el("button", { class: "head", title: "Sort by this", onclick: sort }, breakable(title), arrow));
   });
   const rows = sorted(all, columns).map((each) => {
     const { run } = each;
@@ -158,6 +182,11 @@ function comparison(names) {
         "brings its curves out, another one puts them back.",
     ),
   );
+}
+
+// A dotted or slashed name that may go on in the next line after each of its parts.
+function breakable(name) {
+  return name.split(/(?<=[./_])/).flatMap((part) => [part, el("wbr")]);
 }
 
 function sorted(runs, columns) {

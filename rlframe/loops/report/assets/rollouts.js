@@ -10,6 +10,12 @@ const ORDERS = {
   "longest first": (one, two) => two.tokens.ids.length - one.tokens.ids.length,
 };
 
+const ENDS = {
+  stop: "the policy ended it",
+  length: "cut off: no tokens or turns were left",
+  abort: "aborted",
+};
+
 function advantageOf(rollout) {
   return rollout.group_advantages ? rollout.group_advantages[rollout.group_place] : 0;
 }
@@ -66,13 +72,14 @@ function group(run, rollout, open) {
 function rewardTable(rollout) {
   const names = Object.keys(rollout.reward_parts);
   if (!names.length) return null;
+  const troubled = Object.values(rollout.reward_troubles).some(Boolean);
   return table(
-    ["reward", "value", "weight", "trouble"],
+    ["reward", "value", "weight", ...(troubled ? ["trouble"] : [])],
     names.map((name) => [
       name,
       rollout.reward_parts[name],
       rollout.reward_weights[name] ?? 1,
-      rollout.reward_troubles[name] || "",
+      ...(troubled ? [rollout.reward_troubles[name] || ""] : []),
     ]),
   );
 }
@@ -132,8 +139,8 @@ function detail(run, rollout, open) {
       [
         `attempt ${rollout.sample_index}`,
         rollout.sequence ? `sequence ${rollout.sequence}` : null,
-        `ended: ${rollout.finish_reason}`,
-        rollout.ending || null,
+        ENDS[rollout.finish_reason] || `ended: ${rollout.finish_reason}`,
+        rollout.ending === "done" ? null : rollout.ending || null,
         rollout.answer === null ? null : `right answer: ${rollout.answer}`,
         `kept as: ${rollout.kept_as.join(", ")}`,
       ]
@@ -149,6 +156,14 @@ function detail(run, rollout, open) {
     body,
     facts,
   );
+}
+
+// Whether a step may have kept more attempts than the page has of it.
+function isFull(run) {
+  const counts = new Map();
+  for (const { step, evaluation } of run.attempts)
+    counts.set(`${step} ${evaluation}`, (counts.get(`${step} ${evaluation}`) || 0) + 1);
+  return [...counts.values()].some((count) => count >= run.most_attempts);
 }
 
 function rolloutsTab() {
@@ -176,7 +191,9 @@ function rolloutsTab() {
       `${found.length} of ${run.attempts.length}` +
       (steps.length - 1 < run.sampled_steps
         ? `, of ${steps.length - 1} steps out of ${run.sampled_steps}: python -m rlframe.tools.rollouts has all`
-        : "");
+        : isFull(run)
+          ? `, at most ${run.most_attempts} of a step: python -m rlframe.tools.rollouts has all`
+          : "");
     list.replaceChildren(
       ...found.map((each) =>
         el(

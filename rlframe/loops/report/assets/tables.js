@@ -13,26 +13,30 @@ function differingKeys(runs) {
   return keys.filter((key) => new Set(runs.map((run) => value(run.settings[key]))).size > 1);
 }
 
+// The curves of one run under a heading. Nothing if there are none.
+function byStep(run, names, title) {
+  if (!names.length) return [];
+  return [
+    el("h2", {}, title),
+    el(
+      "div",
+      { class: "grid" },
+      names.map((name) => curveCard(name, [{ run, colour: PALETTE[0] }])),
+    ),
+  ];
+}
+
 function dataTab() {
   const run = chosenRun();
   const { ended } = run;
   const names = run.curves
     .map((curve) => curve.name)
     .filter((name) =>
-      /^data\/|^rollout\/(dropped|lag|carried|waiting|open|masked|truncated)|^time\/\w+_idle|^reward\/(flat|unscored|failed)/.test(
+      /^data\/|^rollout\/(dropped|lag|carried|waiting|open|masked|truncated)|^reward\/(flat|unscored|failed)/.test(
         name,
       ),
     );
-  const cards = names.length
-    ? [
-        el("h2", {}, "By step"),
-        el(
-          "div",
-          { class: "grid" },
-          names.map((name) => curveCard(name, [{ run, colour: PALETTE[0] }])),
-        ),
-      ]
-    : [];
+  const cards = byStep(run, names, "By step");
   if (ended.trouble) return [el("p", {}, ended.trouble), ...cards];
   if (!ended.rows) return [el("p", { class: "quiet" }, "This run has no ledger: it does not sample."), ...cards];
   const tokens = ended.rows.reduce((sum, row) => sum + row.tokens, 0);
@@ -123,8 +127,9 @@ function few(names) {
 
 function warningsTab() {
   const { warnings } = chosenRun();
-  if (!warnings.length) return [el("p", { class: "lead" }, "There were no warnings.")];
+  if (!warnings.length) return [el("p", { class: "lead" }, "There were no warnings."), ended(chosenRun())];
   return [
+    ended(chosenRun()),
     el(
       "div",
       { class: "card" },
@@ -132,7 +137,7 @@ function warningsTab() {
         ["warning", "from", "processes", "first step", "last step", "times"],
         warnings.map((each) => [
           each.text,
-          el("code", {}, each.of),
+          el("code", { class: "whole" }, breakable(each.of)),
           few(each.roles),
           each.first,
           each.last,

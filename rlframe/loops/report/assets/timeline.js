@@ -35,7 +35,7 @@ function isPhase(run, metric) {
 }
 
 function stepTimes(run) {
-  const phases = phaseTotals(run).map(([name]) => name);
+  const phases = stepPhases(run).map(([name]) => name);
   const traces = phases.map((name, place) => {
     const curve = curveOf(run, `time/${name}_s`);
     return {
@@ -53,10 +53,9 @@ function stepTimes(run) {
       barmode: "stack",
       bargap: 0.05,
       showlegend: true,
-      legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", traceorder: "normal" },
       yaxis: { title: { text: "seconds" } },
-      xaxis: { title: { text: "step" } },
-      margin: { l: 60, r: 12, t: 8, b: 60 },
+      margin: { l: 60, r: 12, t: 8, b: 44 },
     },
     true,
   );
@@ -82,19 +81,22 @@ function lanes(run, steps) {
   }));
   const engines = engineLanes(steps, begin);
   const rows = new Set([...traces, ...engines].flatMap((trace) => trace.y));
-  return chart(
+  const height = Math.max(300, 130 + 26 * rows.size);
+  const node = chart(
     [...traces, ...engines],
     {
-      height: Math.max(340, 130 + 26 * rows.size),
+      height,
       barmode: "overlay",
       hovermode: "closest",
       showlegend: true,
-      legend: { orientation: "h", y: -0.2 },
-      xaxis: { title: { text: "seconds" } },
-      margin: { l: 90, r: 12, t: 8, b: 60 },
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", traceorder: "normal" },
+      xaxis: { title: { text: "seconds", standoff: 4 } },
+      margin: { l: 90, r: 12, t: 8, b: 44 },
     },
     true,
   );
+  node.style.height = `${height}px`;
+  return node;
 }
 
 // A row for each engine that samples all the time: the stronger its colour, the more of the time it had something to
@@ -109,7 +111,7 @@ function engineLanes(steps, begin) {
     {
       type: "bar",
       orientation: "h",
-      name: "sampling (the stronger, the busier)",
+      name: "sampling",
       marker: { color: bars.map(({ share }) => `rgba(0,158,115,${(0.08 + 0.92 * share).toFixed(3)})`) },
       y: bars.map(({ place }) => `engine ${place}`),
       x: bars.map(({ engines }) => engines.end_s - engines.start_s),
@@ -207,6 +209,11 @@ function timelineTab() {
     el("h2", {}, "Roles over the whole run"),
     el("div", { class: "card" }, table(["role", "busy", "waiting", "share waiting", "phases"], roleRows(run))),
     ...attemptCharts(run),
+    ...byStep(
+      run,
+      run.curves.map((curve) => curve.name).filter((name) => /^time\/\w+_idle_fraction$/.test(name)),
+      "Waiting by step",
+    ),
   );
   return parts;
 }

@@ -4,8 +4,8 @@ const COLOURINGS = {
   mask: {
     title: "who wrote it",
     legend: [
-      ["policy, in the loss", "rgba(0,114,178,.32)"],
-      ["policy, not in the loss", "rgba(213,94,0,.38)"],
+      ["policy, in the loss", "rgb(var(--blue) / .32)"],
+      ["policy, not in the loss", "rgb(var(--orange) / .38)"],
       ["given", "transparent"],
     ],
   },

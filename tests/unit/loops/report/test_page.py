@@ -15,7 +15,8 @@ from rlframe.loops.report.curves import MOST_POINTS, curves
 from rlframe.loops.report.meanings import FIRST, meaning
 from rlframe.loops.report.page import run_of, write_page
 from rlframe.loops.report.refresh import EVERY_S, SHARE, Page, Refresh
-from rlframe.utils.errors import OutputError
+from rlframe.loops.reporting.warned import Warned
+from rlframe.utils.errors import OutputError, RewardError
 from tests.unit.loops.report.runs import HOSTILE, record, run_folder, write_samples
 from tests.until import until
 
@@ -118,6 +119,21 @@ def test_where_the_data_ended(tmp_path: Path) -> None:
         ("flat_all_right", 1, 5),
     ]
     assert all(row["meaning"] for row in found["rows"])
+
+
+def test_the_error_that_ended_a_run_is_told_until_it_goes_on(tmp_path: Path) -> None:
+    output = run_folder(tmp_path / "run", steps=3)
+    (output / "warnings.jsonl").unlink()
+    warned = Warned(output, step=lambda: 4, anew=True)
+    warned.note("slow")
+    warned.note_failure(RewardError("no reward scored anything"))
+    warned.close()
+    run = run_of(output)
+    assert run["failure"] == {"step": 4, "text": "no reward scored anything"}
+    assert [each["text"] for each in run["warnings"]] == ["slow"]
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward/mean": 0.5}) + "\n")
+    assert run_of(output)["failure"] is None
 
 
 def test_a_folder_that_is_not_a_run_is_named(tmp_path: Path) -> None:

@@ -91,6 +91,17 @@ def test_engines_that_sample_all_the_time_are_roles_and_the_loop_waits_for_them(
     ]
 
 
+def test_steps_before_engines_say_how_busy_they_were_are_waits_too() -> None:
+    engines = {"start_s": 2.0, "end_s": 4.0, "busy_s": [1.0]}
+    first = {"step": 1, "phases": [phase("rollout", "rollout", 0, 2)]}
+    second = {"step": 2, "phases": [phase("rollout", "rollout", 2, 4)], "engines": engines}
+    found = times([first, second])
+    assert [(each["role"], each["phases"]) for each in found["roles"]] == [
+        ("driver", {"rollout": 4}),
+        ("engine 0", {"sampling": 1}),
+    ]
+
+
 def test_of_a_long_run_the_first_and_the_last_steps_are_drawn() -> None:
     found = times({"step": step, "phases": [phase("train", "policy", step, step + 1)]} for step in range(1, 101))
     assert [line["step"] for line in found["steps"]] == [1, 2, 3, *range(61, 101)]

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from rlframe.cluster.watch.warned import note_warnings
-from rlframe.loops.reporting.warned import Warned
+from rlframe.loops.reporting.warned import FAILURE, Warned
+from rlframe.loops.stop import Stopped
+from rlframe.utils.errors import OutputError, RewardError
 from rlframe.utils.warned import MOST_OF_ONE, OwnWarnings, is_own
 
 
@@ -71,3 +73,21 @@ def test_what_a_worker_of_an_earlier_program_said_is_not_repeated(tmp_path: Path
 )
 def test_libraries_are_told_from_ones_own_code(file: str, own: bool) -> None:
     assert is_own(file) is own
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RewardError("no reward scored anything"), ["no reward scored anything"]),
+        (Stopped("stopped by Ctrl-C after step 2", 130), ["stopped by Ctrl-C after step 2"]),
+        (KeyboardInterrupt(), ["KeyboardInterrupt"]),
+        (ZeroDivisionError("division by zero"), ["ZeroDivisionError: division by zero"]),
+        (OutputError("the folder belongs to another run"), None),
+    ],
+)
+def test_what_ends_a_run_is_its_last_line(error: BaseException, said: list[str] | None, tmp_path: Path) -> None:
+    warned = Warned(tmp_path, step=lambda: 3, anew=True)
+    warned.note_failure(error)
+    warned.close()
+    assert (tmp_path / "warnings.jsonl").exists() == (said is not None)
+    assert said is None or told(tmp_path) == [(3, "driver", FAILURE, text) for text in said]

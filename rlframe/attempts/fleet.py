@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar, TypeVarTuple
 
+import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlframe.attempts.runner import Ended, Load, Lost, News, State
@@ -25,6 +26,8 @@ Ts = TypeVarTuple("Ts")
 logger = logging.getLogger("rlframe.attempts")
 CANCEL_S = 10.0
 """Seconds that the process may take to forget all attempts, or to end."""
+ABORTS_AFTER_S = (0.02, 0.1, 0.5, 2.0, 8.0)
+"""Seconds between the aborts of an interruption."""
 POLL_S = 1.0
 """Seconds after which the runner answers, whether something has happened or not."""
 
@@ -310,12 +313,21 @@ class Attempts:
             self._paused = True
             self._do(RunnerCalls.interrupt, doing="interruption of attempts")
             self.rollout.abort()
-        snapshot = {task.group.id: task for task in self._do(RunnerCalls.snapshot, doing="interruption of attempts")}
+        tasks = self._do(RunnerCalls.snapshot, doing="interruption of attempts", meanwhile=self._abort_again)
+        snapshot = {task.group.id: task for task in tasks}
         with self.waiting():
             ended = [*self.look(wait_s=0), *self._take_kept()]
         # Of groups that a runner had finished before it died, with nobody told, what there was at their begin.
         self._open = {name: snapshot.get(name, task) for name, task in self._open.items()}
         return [task for task in self._open.values() if not task.aside], ended
+
+    def _abort_again(self, call: Any) -> None:
+        """Aborts until `call` is answered what was on its way to an engine at the first abort: it would run to its end
+        otherwise, and the snapshot waits for it."""
+        for wait_s in ABORTS_AFTER_S:
+            if ray.wait([call], timeout=wait_s)[0]:
+                return
+            self.rollout.abort()
 
     def resume(self) -> None:
         """Undoes `pause`, if there was one: responses go on where they were."""
@@ -393,12 +405,25 @@ class Attempts:
             beginning, self._beginning = self._beginning, None
             self.workers.wait([beginning], doing="start of the runner", timeout_s=self.workers.start_timeout_s)
 
-    def _do(self, method: Callable[[RunnerCalls, *Ts], T], *arguments: *Ts, doing: str) -> T:
-        """Calls a method of the runner and returns its answer."""
+    def _do(
+        self,
+        method: Callable[[RunnerCalls, *Ts], T],
+        *arguments: *Ts,
+        doing: str,
+        meanwhile: Callable[[Any], None] | None = None,
+    ) -> T:
+        """Calls a method of the runner and returns its answer.
+
+        Args:
+            meanwhile: gets the call that is under way.
+        """
         while True:
             try:
                 self._await_beginning()
-                (answer,) = self.workers.wait([self.workers.ask(0, method, *arguments)], doing=doing)
+                call = self.workers.ask(0, method, *arguments)
+                if meanwhile:
+                    meanwhile(call)
+                (answer,) = self.workers.wait([call], doing=doing)
                 return answer
             except WorkerDied as error:
                 if not self.workers.deaths():

@@ -28,11 +28,12 @@ def in_both(group: RolloutGroup, fault: Callable[..., None]) -> None:
 
 
 def hold(worker: RolloutWorker, released: Path) -> None:
-    """The next `generate` of this engine begins when the file is there."""
+    """The next `generate` of this engine begins when the file is there. Until then the file `NAME waits` is, too."""
     original = worker.engine.generate
 
     def held(requests: list[GenerationRequest]) -> list[Completion]:
         worker.engine.generate = original
+        released.with_name(f"{released.name} waits").touch()
         until(released.exists)
         return original(requests)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -38,7 +39,7 @@ from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
 from tests.multiprocess.actors.faults import die_at, fast, hold, in_both, in_engine, slow
 from tests.rollout_models import EOS, make_with_tokenizer
-from tests.until import under_a_fair_limit
+from tests.until import under_a_fair_limit, until
 
 PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput(tuple(range(5, 7 + 3 * index)))) for index in range(5)]
 
@@ -278,6 +279,23 @@ def test_interrupted_responses_go_on_where_they_were(group: RolloutGroup, attemp
     attempts.start(tasks)
     ended = ended_groups(attempts)
     assert said(ended[name] for name in names) == expected
+
+
+def test_a_request_on_its_way_to_an_engine_is_interrupted_too(group: RolloutGroup, attempts: Attempts, tmp_path: Path):
+    """It reaches the engine after the abort. Its 100 tokens would take more than a minute and a half."""
+    sampling = SamplingParams(max_tokens=100, min_tokens=100)
+    expected = said(attempts.generate(PROMPTS, group_size=2, step=1, sampling=sampling))
+    in_both(group, slow)
+    in_engine(group, 0, hold, released := tmp_path / "request")
+    attempts.start([attempts.task(each, step=1, sampling=sampling) for each in groups_of(2)])
+    until((tmp_path / "request waits").exists)
+    late = threading.Timer(0.5, released.touch)
+    late.start()
+    with attempts.interrupted() as (tasks, _):
+        assert {task.group.id for task in tasks} == {prompt.id for prompt in PROMPTS}
+    in_both(group, fast)
+    ended = ended_groups(attempts)
+    assert said(ended[prompt.id] for prompt in PROMPTS) == expected
 
 
 def test_an_attempt_whose_environment_raises_is_left_out_and_counted(group: RolloutGroup):

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar, TypeVarTuple
 
-import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlframe.attempts.runner import Ended, Load, Lost, News, State
@@ -325,7 +324,7 @@ class Attempts:
         """Aborts until `call` is answered what was on its way to an engine at the first abort: it would run to its end
         otherwise, and the snapshot waits for it."""
         for wait_s in ABORTS_AFTER_S:
-            if ray.wait([call], timeout=wait_s)[0]:
+            if self.workers.settle([call], timeout_s=wait_s):
                 return
             self.rollout.abort()
 

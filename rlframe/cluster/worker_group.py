@@ -237,9 +237,9 @@ class WorkerGroup(Generic[W_co]):
             if activity.took_s() >= activity.limit_s:
                 raise self.hung(activity)
 
-    def settle(self, calls: "Sequence[ray.ObjectRef[T]]", *, timeout_s: float) -> None:
-        """Waits until `calls` have ended, whatever they answer, or the time is over."""
-        ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
+    def settle(self, calls: "Sequence[ray.ObjectRef[T]]", *, timeout_s: float) -> bool:
+        """Waits until `calls` have ended, whatever they answer, or the time is over. Returns whether all have ended."""
+        return not ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)[1]
 
     def answer(self, call: Any, activity: Activity) -> Any:
         """Returns the answer of a call that has one. Fetching it needs a Ray that answers.

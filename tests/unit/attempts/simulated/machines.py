@@ -291,8 +291,9 @@ class Workers:
                 raise self.failure(error, rank, doing) from None
         return results
 
-    def settle(self, calls: Sequence[Any], *, timeout_s: float) -> None:
+    def settle(self, calls: Sequence[Any], *, timeout_s: float) -> bool:
         self._until(asyncio.wait(calls, timeout=timeout_s))
+        return all(call.done() for call in calls)
 
     def some(self, calls: Sequence[Any], activity: Any) -> tuple[list[Any], list[Any]]:
         self._until(asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED))

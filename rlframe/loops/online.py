@@ -98,7 +98,7 @@ class RolloutLoop(Loop):
 
     def look(self, step: int, groups: list[Group], batch: TrainBatch) -> tuple[Chosen, Seen]:
         """Shows the batch to the callbacks. Returns the rollouts that the run keeps of a step, and the numbers of all
-        of them: before the training, after which no processor has these thousands of small objects at hand."""
+        of them: before the training, which drives these thousands of small objects out of the processor's caches."""
         rollouts = members(groups)
         self.metrics.callbacks.on_batch(step, rollouts, batch)
         return self.metrics.choose_samples(step, rollouts, batch), Seen.of(groups)

@@ -23,20 +23,20 @@ class Kernels(NamedTuple):
     rms_norm_gated: Callable[..., Any]
 
     def convolve(self, values: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Returns [T, C]."""
+        """Returns the convolution with SiLU of `values` [T, C], a sequence at a time: [T, C]."""
         bounds = wide(cu_seqlens)
         return self.causal_conv1d(values[None], weight, activation="silu", cu_seqlens=bounds)[0][0]
 
     def gated_delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        """Returns [T, value heads, value dim]."""
+        """Returns the outputs of the rule [T, value heads, value dim]."""
         tokens = (part[None] for part in (query, key, value, decay, rate))
         output, _ = self.chunk_gated_delta_rule(*tokens, use_qk_l2norm_in_kernel=True, cu_seqlens=wide(cu_seqlens))
         return output[0]
 
     def gated_norm(self, output: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Returns [T, value heads, value dim]."""
+        """Returns the norm of `output` times SiLU of `gate` [T, value heads, value dim]."""
         return self.rms_norm_gated(output, gate, weight, None, eps=eps)
 
 

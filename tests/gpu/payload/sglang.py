@@ -9,13 +9,18 @@ have a folder of their own, which runs with SGLang have before the other. On the
     mkdir -p ~/sglang_site && cat ~/sglang/part* | xz -dc | tar x -C ~/sglang_site
     export PYTHONPATH=$HOME/sglang_site:$HOME/site
 
-SGLang and FlashInfer compile further kernels there when they first need them, with the machine's nvcc and ninja. Left
-out are the kernels of FlashAttention 3 for float16, for float8, and for keys that are not as wide as values (multi-head
-latent attention).
+SGLang compiles further kernels there when it first needs them, with the machine's nvcc and ninja, and keeps them in
+~/.cache/tvm-ffi. `--kernels` packs such a folder of a machine with the same nvcc, as `kernels` beside the last part:
+
+    mkdir -p ~/.cache/tvm-ffi && tar xJf ~/sglang/kernels -C ~/.cache/tvm-ffi
+
+Left out are the kernels of FlashAttention 3 for float16 and float8, and of those for keys that are not as wide as
+values (multi-head latent attention) one of two copies.
 """
 
 import argparse
 import struct
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +63,8 @@ KEPT, DROPPED = b"10bfloat16_tEf", (b"6half_tEf", b"12float_e4m3_tEf")
 SIZE_AT = 8
 """Where the header of an image has the bytes of its code."""
 COMPRESSED = 0x8000
-"""Bit in the flags of an image. In FlashAttention's library these hold all kernels whose keys and values differ."""
+"""Bit in the flags of an image. In FlashAttention's library such images repeat kernels whose keys are not as wide as
+their values."""
 
 
 def main() -> None:
@@ -66,6 +72,7 @@ def main() -> None:
     parser.add_argument("tool", type=Path, help="payload.py")
     parser.add_argument("out", type=Path, help="folder of the parts; what is in it is deleted")
     parser.add_argument("--part-mb", type=int, default=48)
+    parser.add_argument("--kernels", type=Path, help="a folder ~/.cache/tvm-ffi")
     arguments = parser.parse_args()
     tool = loaded(arguments.tool)
     architectures = tool.slim
@@ -82,6 +89,11 @@ def main() -> None:
         tool.HERE = Path(folder)
         (tool.HERE / "requirements.txt").write_text("\n".join(PACKAGES) + "\n")
         tool.build(arguments.out, [], HOPPER, arguments.part_mb)
+    if arguments.kernels:
+        libraries = [str(each.relative_to(arguments.kernels)) for each in sorted(arguments.kernels.glob("*/*.so"))]
+        packed = max(arguments.out.glob("*/part*")).with_name("kernels")
+        subprocess.run(["tar", "cJf", str(packed), "-C", str(arguments.kernels), *libraries], check=True)
+        print(f"{packed}: {len(libraries)} kernels")
 
 
 def only_bfloat16(library: Path, architecture: int, magic: bytes) -> int:

@@ -188,7 +188,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "GraniteConfig",
         # Neither 1, nor the root of 1 / head_dim, nor all exact in bfloat16.
-        {"embedding_multiplier": 3.3, "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 3.0},
+        {
+            "embedding_multiplier": 3.3,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
     ),
     "deepseek_v3_yarn": (
         "DeepseekV3Config",

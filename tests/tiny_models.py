@@ -185,6 +185,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("Exaone4Config", {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2}),
     "phi3": ("Phi3Config", {"sliding_window": 6, "partial_rotary_factor": 0.5, "pad_token_id": None}),
+    "granite": (
+        "GraniteConfig",
+        # Neither 1, nor the root of 1 / head_dim, nor all exact in bfloat16.
+        {
+            "embedding_multiplier": 3.3,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "deepseek_v3_yarn": (
         "DeepseekV3Config",
         LATENT | {"q_lora_rank": None, "rope_parameters": YARN | MSCALE, "rms_norm_eps": LARGE_EPS},

@@ -1,10 +1,12 @@
 """Samples per second of GRPO on two GPUs: sampling and training in turns, and at the same time with a lag.
 
     python examples/benchmarks/async_rl.py lag0 lag1 colocated lag2 --output result.json
+    python examples/benchmarks/async_rl.py mixture_lag0 mixture_lag1 --model qwen3_30b_a3b --layers 24      # four GPUs
 
 Each case is a run of `rlframe.main` with vLLM, whose metrics.jsonl is read as it grows; the run is ended after the last
 timed step. Model: Qwen3-4B's dimensions with random weights, bfloat16. Prompts have 64 tokens. Response lengths are
-lognormal and the same in every case (async_rl_engine.py): a few responses are ten times as long as the mean.
+lognormal and the same in every case (async_rl_engine.py): a few responses are ten times as long as the mean. The cases
+of a mixture of experts train on two GPUs and sample on two.
 
 Rooflines of a step: in turns, the seconds of training and of sampling, one after the other; at the same time, the
 longer of the two, both as `lag0` has measured them on one GPU each. Weight sync, rewards and packing are not in them.
@@ -49,11 +51,22 @@ BOTH = {
     "+rollout.gpu_memory_utilization": 0.35,
 }
 """Both GPUs train, then both sample."""
+MIXTURE = SPLIT | {
+    "train.parallel": "d2e2",
+    "+train.recompute": "full",
+    "+train.moe.router_replay": "true",
+    "+train.optimizer.moment_dtype": "bfloat16",
+    "rollout.tp": 2,
+    "+rollout.expert_parallel": "true",
+}
+"""Two GPUs train, two sample; each holds half of the experts, and routers replay the engine's choice."""
 CASES: dict[str, dict[str, Any]] = {
     "lag0": SPLIT,
     "lag1": SPLIT | AHEAD,
     "lag2": SPLIT | AHEAD | {"loop.max_policy_lag": 2, "loop.pipeline_depth": 2},
     "colocated": BOTH,
+    "mixture_lag0": MIXTURE,
+    "mixture_lag1": MIXTURE | AHEAD,
 }
 PHASES = ("rollout", "train", "weight_sync", "other")
 
@@ -61,7 +74,7 @@ PHASES = ("rollout", "train", "weight_sync", "other")
 def main() -> None:
     arguments = read_arguments()
     result = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"cases": {}}
-    sizes = ("model", "prompts", "group", "mean_tokens", "sigma", "warm_up", "steps")
+    sizes = ("model", "layers", "longest", "prompts", "group", "mean_tokens", "sigma", "warm_up", "steps")
     result |= {"machine": machine(), "sizes": {name: getattr(arguments, name) for name in sizes}}
     for case in arguments.cases:
         with tempfile.TemporaryDirectory() as folder:
@@ -76,6 +89,8 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", choices=CASES, nargs="+")
     parser.add_argument("--model", choices=MODELS, default="qwen3_4b")
+    parser.add_argument("--layers", type=int, default=0, help="layers that are left of the model; 0: all")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens at which responses are cut off")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
     parser.add_argument("--group", type=int, default=8, help="responses to a prompt")
     parser.add_argument("--mean-tokens", type=float, default=400.0)
@@ -116,7 +131,7 @@ def measure(case: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
 
 def command(case: str, arguments: argparse.Namespace, folder: Path) -> list[str]:
     """Returns the command of a case's run, and writes what it reads."""
-    config = MODELS[arguments.model]
+    config = MODELS[arguments.model] | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})
     model = make_model(config, folder / "model", words=config["vocab_size"])
     graphs = f"{{mode:0,cudagraph_mode:FULL_DECODE_ONLY,cudagraph_capture_sizes:{SIZES}}}".replace(" ", "")
     settings = {
@@ -132,8 +147,8 @@ def command(case: str, arguments: argparse.Namespace, folder: Path) -> list[str]
         "data.shuffle": "false",
         "reward.parts.exact_match.name": f"{HERE / 'even_characters.py'}:score",
         "rollout.name": f"{HERE / 'async_rl_engine.py'}:LengthsVllm",
-        "rollout.max_tokens": LONGEST,
-        "+rollout.max_model_len": LONGEST + 2 * PROMPT_TOKENS,
+        "rollout.max_tokens": arguments.longest,
+        "+rollout.max_model_len": arguments.longest + 2 * PROMPT_TOKENS,
         "+rollout.max_num_seqs": max(SIZES),
         "+rollout.engine_options": f"{{compilation_config:{graphs}}}",
         "+rollout.mean_tokens": arguments.mean_tokens,
@@ -259,11 +274,12 @@ def ratios(cases: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for case, measured in cases.items():
         ahead = "loop.max_policy_lag" in CASES[case]
-        parts = (cases["lag0"] if ahead and "lag0" in cases else measured)["phases_s"]
+        in_turns = cases.get("mixture_lag0" if case.startswith("mixture_") else "lag0")
+        parts = (in_turns if ahead and in_turns else measured)["phases_s"]
         roofline = (max if ahead else sum)((parts["rollout"], parts["train"]))
         found |= {f"{case}/roofline_s": roofline, f"{case}/of_roofline": roofline / measured["step_s"]}
-        if "lag0" in cases:
-            found[f"{case}/over_lag0"] = measured["samples_per_s"] / cases["lag0"]["samples_per_s"]
+        if in_turns:
+            found[f"{case}/over_lag0"] = measured["samples_per_s"] / in_turns["samples_per_s"]
     return found
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import preflight
 import recipes
 from models_by_size import MODELS
+from recipe_cases import FROZEN
 
 from rlframe.run.preflight.devices import KINDS, Accelerator
 
@@ -91,7 +92,7 @@ def predictions(device: Accelerator) -> dict[str, dict[str, Any]]:
             }
             continue
         with tempfile.TemporaryDirectory() as folder:
-            case = recipes.FROZEN[name]
+            case = FROZEN[name]
             plan = recipes.planned(case, recipes.overrides(case, Path(folder)), Path(folder), device.name)
         found[name] = {"memory_bytes": plan["reserved"], "seconds": plan["seconds"]}
     return found

@@ -1,17 +1,17 @@
 """Recipes at full dimensions, beside what preflight says of them: memory of the device and seconds of each phase.
 
     python examples/benchmarks/recipes.py grpo_4b lora_4b --output examples/benchmarks/results/recipes.json
+    python examples/benchmarks/recipes.py grpo_30b_ep4 --warm-up 1 --steps 2 --output result.json      # four GPUs
 
-A case is a recipe with what one device asks to be changed. Weights are random, every response has the same length, and
-the prediction is that of `rlframe.tools.plan` for the same settings and this machine's devices. Memory is what
-nvidia-smi says of each whole device 20 times a second, less what it says before the run has it: its peak within a
-phase, over the steps that count, from the moment when the roles of the phase before have gone to sleep. What it is
+A case (recipe_cases.py) is a recipe with what the devices ask to be changed. Weights are random, every response has the
+same length, and the prediction is that of `rlframe.tools.plan` for the same settings and this machine's devices. Memory
+is what nvidia-smi says of each whole device 20 times a second, less what it says before the run has it: its peak within
+a phase, over the steps that count, from the moment when the roles of the phase before have gone to sleep. What it is
 until then, while one role leaves and the next comes, is `changes_bytes`. The prediction has what torch's allocator
 reserves besides the tensors, which nvidia-smi sees too. The devices of a split run are those of the policy and then
-those of the engines. Seconds are medians of the steps that count, of whole phases; the first WARM_UP steps are not
-counted. `own` has what the processes themselves say of their memory and of their times, medians too. Each case is
-written when it ends. The cases of FROZEN fit 80 GB; none of them was measured before the constants of preflight were
-frozen.
+those of the engines. Seconds are medians of the steps that count, of whole phases; the first `--warm-up` steps are not
+counted. `own` has what the processes themselves say of their memory, of their times and of tokens a second, medians
+too. Each case is written when it ends.
 """
 
 import argparse
@@ -27,11 +27,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 from async_rl import follow, stop
 from models_by_size import MODELS, make_model
+from recipe_cases import CASES, Case
 from weight_sync import machine
+
+from rlframe.models.hub import EMBEDDED
 
 HERE = Path(__file__).parent
 WARM_UP, STEPS = 2, 3
@@ -47,87 +51,8 @@ PHASES = {
     "weight_sync": "weight sync",
 }
 """Preflight's name of each phase of a run's timeline."""
-ONE_DEVICE = ["train.parallel=d1", "rollout.num_engines=1"]
-ONE_TRAINER = ["train.parallel=d1"]
-
-
 Span = tuple[str, float, float]
 """Name of a phase, and when it began and ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A recipe and what is changed in it."""
-
-    recipe: str
-    model: str
-    overrides: tuple[str, ...]
-    prompts: int = 8
-    prompt_tokens: int = 512
-    response_tokens: int = 512
-    num_layers: int = 0
-    """Layers that are left of the model. 0: all."""
-    online: bool = True
-
-
-SMALL_STATE = ("train.optimizer.precision_aware=true", "train.optimizer.moment_dtype=bfloat16")
-"""12 bytes a parameter in place of 18: 4B fit 80 GB beside an engine asleep."""
-SMALL_ENGINE = (
-    "~rollout.gpu_memory_utilization",
-    "rollout.kv_cache_gb=16",
-    "rollout.compile=false",
-    "rollout.max_num_seqs=64",
-)
-"""Engines that start beside the policy, without Inductor."""
-FROZEN = {
-    "grpo_4b_80": Case(recipe="grpo_qwen3_4b", model="qwen3_4b", overrides=(*SMALL_STATE, *SMALL_ENGINE), prompts=4),
-    "lora_4b_80": Case(recipe="grpo_qwen3_4b_lora", model="qwen3_4b", overrides=SMALL_ENGINE, prompts=6),
-    "ppo_1p7b_80": Case(
-        recipe="ppo_qwen3_8b",
-        model="qwen3_1p7b",
-        overrides=(*ONE_DEVICE, "train.num_minibatches=2", *SMALL_ENGINE),
-        prompts=32,
-    ),
-    "dpo_4b_80": Case(
-        recipe="dpo_qwen3_8b", model="qwen3_4b", overrides=(*ONE_TRAINER, *SMALL_STATE), online=False, prompts=24
-    ),
-    "sft_4b_80": Case(
-        recipe="sft_qwen3_8b", model="qwen3_4b", overrides=(*ONE_TRAINER, *SMALL_STATE), online=False, prompts=64
-    ),
-    "reward_model_1p7b_80": Case(
-        recipe="reward_model_qwen3_8b", model="qwen3_1p7b", overrides=tuple(ONE_TRAINER), online=False, prompts=32
-    ),
-    "grpo_4b_split": Case(
-        recipe="grpo_qwen3_4b",
-        model="qwen3_4b",
-        overrides=(*SMALL_STATE, *SMALL_ENGINE, "cluster.colocate=false", "train.offload_optimizer=false"),
-        prompts=4,
-    ),
-}
-"""Cases of devices of 80 GB, which were chosen after the constants were frozen."""
-CASES = FROZEN | {
-    "grpo_4b": Case(recipe="grpo_qwen3_4b", model="qwen3_4b", overrides=()),
-    "lora_4b": Case(recipe="grpo_qwen3_4b_lora", model="qwen3_4b", overrides=()),
-    "grpo_4b_resident": Case(
-        recipe="grpo_qwen3_4b",
-        model="qwen3_4b",
-        overrides=("train.offload_optimizer=false", "rollout.gpu_memory_utilization=0.3"),
-    ),
-    "ppo_1p7b": Case(
-        recipe="ppo_qwen3_8b", model="qwen3_1p7b", overrides=(*ONE_DEVICE, "train.num_minibatches=2"), prompts=64
-    ),
-    "grpo_30b_cut": Case(
-        recipe="grpo_qwen3_30b_a3b",
-        model="qwen3_30b_a3b",
-        num_layers=8,
-        overrides=(*ONE_DEVICE, "rollout.tp=1", "train.moe.router_replay=false"),
-    ),
-    "dpo_4b": Case(recipe="dpo_qwen3_8b", model="qwen3_4b", overrides=tuple(ONE_TRAINER), online=False, prompts=16),
-    "sft_4b": Case(recipe="sft_qwen3_8b", model="qwen3_4b", overrides=tuple(ONE_TRAINER), online=False, prompts=64),
-    "reward_model_1p7b": Case(
-        recipe="reward_model_qwen3_8b", model="qwen3_1p7b", overrides=tuple(ONE_TRAINER), online=False, prompts=32
-    ),
-}
 
 
 def main() -> None:
@@ -136,6 +61,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results/recipes.json")
     parser.add_argument("--logs", type=Path, help="folder for the messages of the runs")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds of one case, its start included")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not counted")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps that are counted")
     parser.add_argument("--device", help="kind of device of the prediction, else this machine's")
     arguments = parser.parse_args()
     result = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"cases": {}}
@@ -143,27 +70,27 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             logs = arguments.logs or Path(folder)
             logs.mkdir(parents=True, exist_ok=True)
-            result["cases"][name] = measure(
-                CASES[name], Path(folder), logs / f"{name}.log", arguments.limit_s, arguments.device
-            )
+            result["cases"][name] = measure(CASES[name], Path(folder), logs / f"{name}.log", arguments)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
         arguments.output.with_suffix(".md").write_text(table(result["cases"]) + "\n")
         print(name, json.dumps(result["cases"][name]), flush=True)
     print(table(result["cases"]))
 
 
-def measure(case: Case, folder: Path, log: Path, limit_s: float, device: str | None) -> dict[str, Any]:
+def measure(case: Case, folder: Path, log: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what was predicted and measured of one case."""
-    settings = overrides(case, folder)
-    predicted = planned(case, settings, folder, device)
+    warm_up, count = arguments.warm_up, arguments.steps
+    settings = overrides(case, folder, steps=warm_up + count)
+    predicted = planned(case, settings, folder, arguments.device)
     with Memory() as memory:
-        run = watch(case.recipe, settings, folder, log=log, limit_s=limit_s)
+        run = watch(case.recipe, settings, folder, log=log, limit_s=arguments.limit_s, warm_up=warm_up, count=count)
     found: dict[str, Any] = {"machine": machine(), "case": asdict(case), "rc": run.rc, "start_s": run.start_s}
     found["device"] = predicted["device"]
-    counted = [row for row in run.timeline if row["step"] > WARM_UP]
+    found["steps"] = run.steps[warm_up:]
+    counted = [row for row in run.timeline if row["step"] > warm_up]
     roles, changes = list(spans(counted, of="roles")), list(spans(counted, of="changes"))
     found["changes_bytes"] = [memory.peaks(index, changes) for index in memory.samples]
-    found["own"] = own(run.steps[WARM_UP:])
+    found["own"] = own(run.steps[warm_up:], ("memory/", "time/", "throughput/"))
     devices = [
         paired(reserved, memory.peaks(index, roles))
         for reserved, index in zip(predicted["reserved"], memory.samples, strict=False)
@@ -182,22 +109,31 @@ class Watched:
     """What a run has written that was ended after its last counted step."""
 
     steps: list[dict[str, float]]
-    """Metrics, the first WARM_UP steps included."""
+    """Metrics, those that are not counted included."""
     timeline: list[dict[str, Any]]
     rc: int | None
     start_s: float
     """Seconds from its command to its first phase."""
 
 
-def watch(config: str, settings: list[str], folder: Path, *, log: Path, limit_s: float) -> Watched:
-    """Runs a configuration, whose output is `folder`/run, for WARM_UP + STEPS steps.
+def watch(
+    config: str,
+    settings: list[str],
+    folder: Path,
+    *,
+    log: Path,
+    limit_s: float,
+    warm_up: int = WARM_UP,
+    count: int = STEPS,
+) -> Watched:
+    """Runs a configuration, whose output is `folder`/run, for `warm_up` + `count` steps.
 
     Args:
         log: file of its messages.
         limit_s: seconds after which it is ended, its start included.
 
     Raises:
-        SystemExit: it did not get to two counted steps.
+        SystemExit: it did not get to two counted steps, or to the one that was asked for.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "rlframe.main", "--config-name", config, *settings]
@@ -207,22 +143,22 @@ def watch(config: str, settings: list[str], folder: Path, *, log: Path, limit_s:
             command, stdout=file, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         )
         try:
-            steps = list(follow(folder / "run/metrics.jsonl", run, count=WARM_UP + STEPS, until=begun + limit_s))
+            steps = list(follow(folder / "run/metrics.jsonl", run, count=warm_up + count, until=begun + limit_s))
         finally:
             stop(run)
-    if len(steps) < WARM_UP + 2:
+    if len(steps) < warm_up + min(count, 2):
         raise SystemExit(f"{log.stem}: {len(steps)} steps\n{log.read_text()[-6000:]}")
     timeline = [json.loads(line) for line in (folder / "run/timeline.jsonl").read_text().splitlines()]
     first = next(phase["start_s"] for row in timeline for phase in row["phases"])
     return Watched(steps=steps, timeline=timeline, rc=run.returncode, start_s=first - begun)
 
 
-def overrides(case: Case, folder: Path) -> list[str]:
-    """Returns the settings of the run, and writes its model's folder and its data."""
+def overrides(case: Case, folder: Path, *, steps: int = WARM_UP + STEPS) -> list[str]:
+    """Returns the settings of a run of so many steps, and writes its model's folder and its data."""
     config = MODELS[case.model] | ({"num_hidden_layers": case.num_layers} if case.num_layers else {})
     model = make_model(config, folder / "model", words=config["vocab_size"])
     data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(record) + "\n" for record in records(case)))
+    data.write_text("".join(json.dumps(record) + "\n" for record in records(case, steps=steps)))
     found = {
         "output": folder / "run",
         "model.path": model,
@@ -237,6 +173,7 @@ def overrides(case: Case, folder: Path) -> list[str]:
         "data.evaluation_path": "null",
         "evaluation.every_steps": 0,
         "checkpoint.every_steps": 0,
+        "checkpoint.on_signal_s": 0,
         "cluster.preflight": "off",
     }
     if case.online:
@@ -248,12 +185,17 @@ def overrides(case: Case, folder: Path) -> list[str]:
             "rollout.max_model_len": case.prompt_tokens + case.response_tokens,
             "reward.parts": f"{{noise:{{name:'{HERE / 'even_characters.py'}:score'}}}}",
         }
+    if case.tools:
+        copyfile(EMBEDDED / "qwen3_moe_tiny_tools/chat_template.jinja", folder / "model/chat_template.jinja")
+        corpus = folder / "corpus.jsonl"
+        corpus.write_text("".join(f'{{"title": "w{row}", "text": "{words(row, 100)}"}}\n' for row in range(1000)))
+        found["environment.options.tools.search.options.corpus"] = corpus
     return [*(f"{key}={value}" for key, value in found.items()), *case.overrides]
 
 
-def records(case: Case) -> Iterable[dict[str, Any]]:
+def records(case: Case, *, steps: int) -> Iterable[dict[str, Any]]:
     """Yields rows of the case's lengths, in words that are a token each."""
-    for row in range(case.prompts * (WARM_UP + STEPS + 2)):
+    for row in range(case.prompts * (steps + 2)):
         text = {"prompt": words(row, case.prompt_tokens - 1), "answer": "w7", "solution": "w7"}
         text |= {"response": words(row + 1, case.response_tokens - 1)}
         text |= {

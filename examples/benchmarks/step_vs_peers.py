@@ -290,6 +290,7 @@ def verl_records(
     variables = one_gpu(arguments)
     if name == "verl_async":
         del variables["CUDA_VISIBLE_DEVICES"]
+        variables |= {key: os.environ[key] for key in ("CUDA_VISIBLE_DEVICES",) if key in os.environ}
     variables |= {
         "PYTHONPATH": f"{PEERS}:{HERE}:{variables['PYTHONPATH']}",
         "VERL_FILE_LOGGER_PATH": str(run / "metrics.jsonl"),

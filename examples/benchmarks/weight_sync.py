@@ -3,6 +3,7 @@
     python examples/benchmarks/weight_sync.py 4b_copy --output result.json
     python examples/benchmarks/weight_sync.py 4b_adapter --output result.json
     python examples/benchmarks/weight_sync.py 30b_ep2 30b_tp2 30b_split --output result.json
+    python examples/benchmarks/weight_sync.py 30b_ep4 30b_tp4 30b_2_2 235b_cut --output result.json      # four GPUs
 
 The engine is rlframe's own vLLM engine in its Ray actor, CUDA graphs on, weights random. The trainer side holds the
 parameters that Megatron ranks of the layout hold, in Megatron's shapes and in one buffer, as its data-parallel wrapper
@@ -66,6 +67,8 @@ class Case:
     """One engine, and the syncs into it."""
 
     model: str
+    num_layers: int = 0
+    """Layers that are left of the model. 0: all."""
     tp: int
     expert_parallel: bool = False
     colocate: bool
@@ -115,6 +118,15 @@ CASES = {
         colocate=False,
         syncs=(("d2|ffn:d1t1e2", "cuda_ipc"), ("d2|ffn:d1t1e2", "nccl")),
     ),
+    # What two copies of a model of 94 layers leave on four devices of 80 GB.
+    "235b_cut": Case(
+        model="qwen3_235b_a22b",
+        num_layers=24,
+        tp=4,
+        expert_parallel=True,
+        colocate=True,
+        syncs=(("d4|ffn:d1t1e4", "cuda_ipc"),),
+    ),
     "tiny": Case(
         model="tiny_moe", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"), ("d1", "reload"))
     ),
@@ -142,7 +154,8 @@ def main() -> None:
 
 def run_case(case: Case, folder: Path, logs: Path, speeds: LinkSpeeds, stack: ExitStack) -> dict[str, Any]:
     """Start the engine once; then each trainer layout and transport in turn."""
-    model = ModelConfig(path=str(make_model(MODELS[case.model], folder / "model")), random_init=True)
+    config = MODELS[case.model] | ({"num_hidden_layers": case.num_layers} if case.num_layers else {})
+    model = ModelConfig(path=str(make_model(config, folder / "model")), random_init=True)
     ranks = max(Parallel.parse(train).world for train, _ in case.syncs)
     topology = Topology((policy(ranks), engines(1, devices_per_engine=case.tp, colocate=case.colocate)))
     cluster = ClusterConfig()

@@ -16,6 +16,7 @@ from transformers import (
     Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
     GptOssConfig,
+    GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -121,6 +122,7 @@ CONFIGS: dict[str, list[PretrainedConfig]] = {
         Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 2),
     ],
     "phi3": [Phi3Config(**(SIZES | {"pad_token_id": None}))],
+    "granite": [GraniteConfig(**SIZES)],
     "gemma3_text": [Gemma3TextConfig(**SIZES, head_dim=8)],
     "llama4_text": [
         Llama4TextConfig(**SIZES, num_local_experts=8, intermediate_size_mlp=40, interleave_moe_layer_step=2)

@@ -23,7 +23,7 @@ from rlframe.megatron.memory.activations import offload_layer_inputs
 from rlframe.megatron.model.architecture_fields import model_arguments
 from rlframe.megatron.model.layers.heads import replace_output_layer
 from rlframe.megatron.model.layers.latent import set_latent_epsilon
-from rlframe.megatron.model.layers.parts import scale_embeddings
+from rlframe.megatron.model.layers.parts import divide_logits, scale_embeddings
 from rlframe.megatron.model.layers.rope import set_rope
 from rlframe.megatron.model.mtp import ModelWithMtp, MtpHead, unbalanced
 from rlframe.megatron.model.router_replay import RouterReplay
@@ -159,7 +159,8 @@ def module(architecture: Architecture, config: TransformerConfig, device: torch.
         model.mtp_head = mtp_head(architecture, config, device)
     if architecture.latent:
         set_latent_epsilon(model, architecture.latent.norm_eps)
-    scale_embeddings(model, architecture.embedding_scale)
+    scale_embeddings(model, architecture)
+    divide_logits(model, architecture)
     set_rope(model, architecture)
     return model
 

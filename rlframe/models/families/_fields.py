@@ -124,6 +124,10 @@ FIELDS: dict[str, Rule] = {
     "query_pre_attn_scalar": number(0, 1e6),
     "hidden_activation": TEXT,
     "use_bidirectional_attention": FLAG,
+    "embedding_multiplier": SCALE,
+    "attention_multiplier": SCALE,
+    "residual_multiplier": SCALE,
+    "logits_scaling": SCALE,
 }
 """Rules by key. A family decides about a key that is missing or null."""
 ROPE: dict[str, Rule] = {

@@ -152,6 +152,12 @@ class Architecture:
     """Whether the MLP's gate passes gelu, in its tanh approximation, instead of silu."""
     embedding_scale: float = 1.0
     """Factor of the embeddings as inputs of the first layer."""
+    round_embedding_scale: bool = False
+    """Whether `embedding_scale` is first rounded to the number format of the embeddings."""
+    residual_scale: float = 1.0
+    """Factor of the output of attention and MLP where it is added to the residual stream."""
+    logits_divisor: float = 1.0
+    """Divisor of the logits, by which the states before the output layer are divided."""
     latent: MLADimensions | None = None
     """Multi-head latent attention, or None if the attention is not latent."""
     indexer: IndexerDimensions | None = None

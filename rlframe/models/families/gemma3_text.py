@@ -38,6 +38,7 @@ class Gemma3Text(WindowRopeDecoder):
             "zero_centered_norms": True,
             "gelu": True,
             "embedding_scale": hf["hidden_size"] ** 0.5,
+            "round_embedding_scale": True,
         }
 
 

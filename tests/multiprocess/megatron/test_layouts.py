@@ -43,7 +43,7 @@ EXPERTS = [
 ]
 DENSE_VARIANTS = [
     "seed_oss", "mistral", "smollm3", "ministral3", "qwen3_yarn", "qwen2_linear", "olmo2", "olmo3", "exaone4",
-    "gemma3", "llama4", "phi3",
+    "gemma3", "llama4", "phi3", "granite",
 ]  # fmt: skip
 """The same, of which `make test` has one layout."""
 SPARED = ("qwen3_5", "qwen3_5_moe")
@@ -54,7 +54,7 @@ LAYOUTS = {
     "d1t2": [*EVERY, "qwen3_5"],
     "d1p2": EVERY,
     "d2e2": EXPERTS,
-    "d1c2": ["glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "gemma3", "olmo3", "ministral3"],
+    "d1c2": ["glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "gemma3", "olmo3", "ministral3", "granite"],
     "d1t2|ffn:d1t2": ["qwen3_moe", "glm4_moe", "llama4"],
     "d1t2p2|ffn:d1t1p2e2": ["deepseek_v3", "gpt_oss", "qwen3_next", *VARIANTS],
 }

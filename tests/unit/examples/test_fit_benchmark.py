@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples/benchmarks"))
 
 import fit
 import preflight
-import recipes
+from recipe_cases import FROZEN
 
 
 def pair(predicted: float | None, measured: float) -> dict[str, float | None]:
@@ -16,8 +16,8 @@ def pair(predicted: float | None, measured: float) -> dict[str, float | None]:
 
 def test_every_frozen_case_is_run_once() -> None:
     planned = [case for cases in fit.PLANS.values() for case in cases]
-    assert sorted(planned) == sorted([*preflight.FROZEN, *recipes.FROZEN])
-    assert not set(preflight.FROZEN) & set(recipes.FROZEN)
+    assert sorted(planned) == sorted([*preflight.FROZEN, *FROZEN])
+    assert not set(preflight.FROZEN) & set(FROZEN)
 
 
 def test_a_case_is_near_if_the_peak_of_each_device_and_every_phase_that_takes_time_is() -> None:

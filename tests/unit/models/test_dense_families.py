@@ -7,6 +7,7 @@ import pytest
 from rlframe.models.families.base import Architecture, QueryScaling
 from rlframe.models.families.exaone4 import FAMILY as EXAONE4
 from rlframe.models.families.gemma3_text import FAMILY as GEMMA3
+from rlframe.models.families.granite import FAMILY as GRANITE
 from rlframe.models.families.llama4_text import FAMILY as LLAMA4
 from rlframe.models.families.ministral3 import FAMILY as MINISTRAL3
 from rlframe.models.families.mistral import FAMILY as MISTRAL
@@ -30,8 +31,8 @@ HF = {
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 LLAMA = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 128}
 FAMILIES = {
-    "exaone4": EXAONE4, "gemma3_text": GEMMA3, "llama4_text": LLAMA4, "ministral3": MINISTRAL3, "mistral": MISTRAL,
-    "olmo3": OLMO3, "phi3": PHI3, "qwen3": QWEN3, "seed_oss": SEED_OSS, "smollm3": SMOLLM3,
+    "exaone4": EXAONE4, "gemma3_text": GEMMA3, "granite": GRANITE, "llama4_text": LLAMA4, "ministral3": MINISTRAL3,
+    "mistral": MISTRAL, "olmo3": OLMO3, "phi3": PHI3, "qwen3": QWEN3, "seed_oss": SEED_OSS, "smollm3": SMOLLM3,
 }  # fmt: skip
 
 
@@ -49,6 +50,14 @@ def test_phi3_has_a_window_only_if_it_says_so_and_positions_in_a_part_of_a_head(
     assert read("phi3").window_layers == ()
     assert read("phi3", sliding_window=2047).window_layers == (True,) * 8
     assert read("phi3", partial_rotary_factor=0.75).rotary_percent == 0.75
+
+
+def test_the_factors_of_granite_are_read_and_are_1_where_they_are_missing() -> None:
+    factors = {"embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22}
+    a = read("granite", **factors, logits_scaling=16.0)  # of granite-3.1-8b-instruct
+    assert (a.embedding_scale, a.softmax_scale, a.residual_scale, a.logits_divisor) == (*factors.values(), 16.0)
+    a = read("granite")
+    assert (a.embedding_scale, a.softmax_scale, a.residual_scale, a.logits_divisor) == (1.0,) * 4
 
 
 def test_every_fourth_layer_of_smollm3_has_no_positions_and_its_head_is_the_embedding() -> None:
@@ -116,6 +125,10 @@ def test_a_query_sees_its_window_or_its_chunk() -> None:
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must name 8 layers"),
         ("phi3", {"layer_types": ["full_attention"] * 8}, "layer_types is set"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type must be default, got 'longrope'"),
+        ("granite", {"attention_bias": True}, "attention_bias is true"),
+        ("granite", {"mlp_bias": True}, "mlp_bias is true"),
+        ("granite", {"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' needs layer_types"),
     ],
 )

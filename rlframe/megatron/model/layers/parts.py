@@ -1,4 +1,5 @@
-"""Parts of a layer in places where Megatron has others: norms after attention and MLP, norms over all heads, gelu."""
+"""Parts of a layer in places where Megatron has others: norms after attention and MLP, norms over all heads, gelu; and
+factors."""
 
 from typing import Any
 
@@ -37,6 +38,9 @@ def set_parts(architecture: Architecture, config: TransformerConfig, layer: Modu
         attention.linear_qkv, mlp.linear_fc1 = without_norm(attention.linear_qkv), without_norm(mlp.linear_fc1)
     if architecture.norm_after:
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAdd, params={"config": config, "norm": norm})
+    if architecture.residual_scale != 1.0:
+        assert not architecture.norm_after, "no family has both"
+        parts.self_attn_bda = parts.mlp_bda = scaled_add(architecture.residual_scale)
 
 
 def without_norm(linear: Any) -> Any:
@@ -67,17 +71,43 @@ class NormedAdd(torch.nn.Module):
         return residual + self.norm(hidden)
 
 
+def scaled_add(factor: float) -> Any:
+    """Returns what adds `factor` times a part's output to the residual stream, in the place of Megatron's bias, dropout
+    and sum. The product is rounded before it is added, as in transformers and engines."""
+
+    def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        hidden, bias = output
+        assert bias is None and not dropout
+        return residual + hidden * factor
+
+    # Megatron takes a plain function as it is.
+    return lambda training, fused: add
+
+
 def gelu_tanh(gate: Tensor) -> Tensor:
     """Returns the tanh approximation of gelu (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
     return F.gelu(gate, approximate="tanh")
 
 
-def scale_embeddings(model: GPTModel, factor: float) -> None:
-    """Multiplies the embeddings by `factor`, rounded to their number format, before the first layer reads them."""
+def scale_embeddings(model: GPTModel, architecture: Architecture) -> None:
+    """Multiplies the embeddings by the architecture's factor before the first layer reads them."""
+    factor = architecture.embedding_scale
     if factor == 1.0 or not model.pre_process:
         return
 
     def scaled(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output * torch.tensor(factor, dtype=output.dtype)
+        return output * (torch.tensor(factor, dtype=output.dtype) if architecture.round_embedding_scale else factor)
 
     model.embedding.register_forward_hook(scaled)
+
+
+def divide_logits(model: GPTModel, architecture: Architecture) -> None:
+    """Divides the states that become logits, which are fewer numbers than the logits, by the architecture's divisor."""
+    divisor = architecture.logits_divisor
+    if divisor == 1.0 or not model.post_process or architecture.num_outputs is not None:
+        return
+
+    def divided(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return inputs[0] / divisor, *inputs[1:]
+
+    model.output_layer.register_forward_pre_hook(divided)

@@ -1,6 +1,7 @@
-"""What is asked of Megatron's configuration: every field is one that it has."""
+"""What is asked of Megatron's configuration: every field is one that it has. Factors round as transformers' do."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.model import transformer
+from rlframe.megatron.model.layers.parts import scale_embeddings
 from rlframe.models.hub import load_family, read_config
 from tests.contracts.test_model_family import CONFIGS
+from tests.tiny_models import make
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -30,3 +33,17 @@ def test_a_field_that_megatron_does_not_know_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(transformer, "moe_fields", lambda _: {"moe_router_top_k": 2})
     with pytest.raises(AssertionError, match="TransformerConfig of this Megatron-Core has no moe_router_top_k"):
         transformer.transformer_config(architecture, TrainConfig(), Parallel(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("name", "changes"), [("gemma3", {"hidden_size": 96}), ("granite", {})])
+def test_embeddings_in_bfloat16_are_scaled_bit_for_bit_as_in_transformers(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model: Any = make(name, tmp_path, **changes).bfloat16()
+    token_ids = torch.arange(67)[None]
+    stage: Any = torch.nn.Module()
+    stage.pre_process = True
+    stage.embedding = torch.nn.Embedding.from_pretrained(model.get_input_embeddings().weight)
+    scale_embeddings(stage, load_family(tmp_path).architecture(read_config(tmp_path)))
+    expected = model.model(token_ids, output_hidden_states=True).hidden_states[0]
+    assert torch.equal(stage.embedding(token_ids), expected)

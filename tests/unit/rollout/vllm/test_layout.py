@@ -16,7 +16,9 @@ from tests.unit.rollout.recorded import replay
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine  # vLLM is imported, and each kind of model inspected in a process of its own
 
-DENSE = ("seed_oss", "mistral", "smollm3", "ministral3", "olmo2", "olmo3", "gemma3", "llama4", "exaone4", "phi3")
+DENSE = (
+    "seed_oss", "mistral", "smollm3", "ministral3", "olmo2", "olmo3", "gemma3", "llama4", "exaone4", "phi3", "granite",
+)  # fmt: skip
 # tp 4 has more ranks than the models have KV heads (2), and pads the vocabulary of 67.
 CASES = [
     ("qwen3", 2, False),

@@ -24,6 +24,7 @@ SETTINGS = LEARNING | {
     "rollout.max_model_len": 128,
     "steps": 3,
     "train.optimizer.lr": 1e-3,
+    "train.moe.router_replay": "true",
     "weight_sync.probe_every_steps": 1,
 }
 
@@ -42,6 +43,8 @@ def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_c
     # Float32 on both sides, with weights that change at every step: a stale engine would be off by far more.
     assert all(line["rollout/logprob_gap_max_nats"] < 1e-3 for line in steps)
     assert all(line["train/grad_norm"] > 0 for line in steps)
+    # By the weights that sampled: only near ties fall differently.
+    assert all(line["moe/routes_differ_fraction"] < 0.01 for line in steps)
     probes = [line for line in found if "weight_sync/probe_mean_nats" in line]
     assert [line["step"] for line in probes] == [0, 1, 2, 3]
     assert all(line["weight_sync/probe_mean_nats"] < 1e-4 for line in probes)

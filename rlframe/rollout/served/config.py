@@ -112,14 +112,3 @@ class ServedConfig(RolloutConfig):
                 why="2 drops the weights of drafts too, and no weight sync brings them back",
                 hint="use 1, which keeps them in host memory",
             )
-
-    def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
-        """See RolloutConfig. Stop strings are matched here and end in an abort, but engines return routed experts only
-        for requests that finish on their own."""
-        if self.stop:
-            yield Fault(
-                "rollout.stop",
-                f"must be empty if rollout.name={self.name} is to return routed experts: it returns them only for "
-                "responses that end by a stop token or by their length",
-                got=self.stop,
-            )

@@ -78,3 +78,14 @@ class SglangConfig(ServedConfig):
         """See RolloutConfig."""
         yield from layout.faults(architecture, tp=self.tp, ep=self.expert_parallel)
         yield from ServedConfig.faults(self, architecture)
+
+    def route_faults(self, *, cuda: bool) -> Iterator[Fault]:  # noqa: ARG002 - the same on all
+        """See RolloutConfig. Stop strings are matched here and end in an abort, but SGLang returns routed experts only
+        for requests that finish on their own."""
+        if self.stop:
+            yield Fault(
+                "rollout.stop",
+                "must be empty if rollout.name=sglang is to return routed experts: it returns them only for responses "
+                "that end by a stop token or by their length",
+                got=self.stop,
+            )

@@ -30,15 +30,16 @@ class Extension(Protocol):
         """
         ...
 
-    def rlframe_take(self, wanted: list[tuple[str, int]]) -> bytes:
-        """Takes requests out of the record of sampled tokens.
+    def rlframe_take(self, wanted: list[tuple[str, int, int]]) -> bytes:
+        """Takes requests out of the records of sampled tokens and of experts.
 
         Args:
-            wanted: name of each request's record, and the number of tokens that vLLM has returned.
+            wanted: name of each request's record, the number of tokens that vLLM has returned, and the number of
+                tokens, prompt included, whose experts are wanted.
 
         Returns:
-            Pickled: for each request its tokens and their logprobs, fewer if the record has not as many. Empty if
-                another rank has the record.
+            Pickled: for each request its tokens, their logprobs, and the experts [rows, all layers, k] or None, fewer
+                if the records have not as many. Empty if another rank has the records.
         """
         ...
 

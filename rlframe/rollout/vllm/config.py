@@ -196,17 +196,7 @@ class VllmConfig(ServedConfig):
 
     def route_faults(self, *, cuda: bool) -> Iterator[Fault]:
         """See RolloutConfig."""
-        if not cuda:
-            # vLLM 0.26 returns 0 for every token on a CPU, and 0.32 refuses the option there.
-            yield Fault(
-                "rollout.name",
-                "returns routed experts on CUDA only",
-                got="vllm",
-                hint="use transformers or sglang on a CPU",
-                stated=True,
-            )
-        yield from ServedConfig.route_faults(self, cuda=cuda)
-        if self.moe_backend is not MoeBackend.TRITON:
+        if cuda and self.moe_backend is not MoeBackend.TRITON:
             yield Fault(
                 "rollout.moe_backend",
                 "must be triton if vLLM is to return routed experts (kernels that route internally do not)",

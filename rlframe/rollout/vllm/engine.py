@@ -180,7 +180,10 @@ class VllmEngine(ServedEngine):
         async def one(sequence: ModelInput) -> Scored:
             if len(sequence) == 1:
                 return Scored(logprobs=[])
-            return await score(sequence, self._engine, name=self._name("score"), routers=routers, lora=self._lora)
+            name = self._name("score")
+            return await score(
+                sequence, self._engine, name=name, routers=routers, fetcher=self._fetcher, lora=self._lora
+            )
 
         return list(await asyncio.gather(*map(one, sequences)))
 

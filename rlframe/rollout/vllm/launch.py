@@ -82,7 +82,10 @@ def engine_arguments(
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     loader = {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling())}
-    loader |= {"as_loaded": adapter is not None and not cuda}
+    loader |= {"as_loaded": adapter is not None and not cuda, "routes": with_routes}
+    if with_routes:
+        # The record of experts follows the requests of model runner V1. This process starts the others.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     options: dict[str, Any] = {
         "model": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
@@ -108,7 +111,6 @@ def engine_arguments(
         "model_loader_extra_config": loader,
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
-        "enable_return_routed_experts": with_routes,
     }
     if not config.compile and not config.enforce_eager:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if cuda else "NONE"}

@@ -30,8 +30,8 @@ async def follow(
     Args:
         engine: AsyncLLM.
         stop_tokens: end-of-sequence tokens.
-        fetcher: fetches the logprobs. None if vLLM returns them itself.
-        routers: routers of the model, if the engine returns routed experts.
+        fetcher: fetches logprobs and experts. None if vLLM returns the logprobs itself.
+        routers: routers of the model, if the engine records routed experts.
         lora: vLLM's LoRARequest, if the engine computes with adapters.
     """
     while pending.finish_reason is None:
@@ -41,22 +41,30 @@ async def follow(
             parameters = sampling_parameters(pending.request, stop_tokens=stop_tokens, record=record)
             inputs = prompt(pending.request.input, epoch=epoch)
             outputs = engine.generate(inputs, parameters, pending.name, lora_request=lora)
-            output = await last_output(pending, outputs, epoch=epoch, tokenizer=tokenizer)
+            await last_output(pending, outputs, epoch=epoch, tokenizer=tokenizer)
             if fetcher and record and pending.finish_reason is not None:
-                pending.logprobs = (await fetcher.logprobs(record, pending.token_ids)).tolist()
-    if routers is not None and pending.finish_reason is not FinishReason.ABORT:
-        num_tokens = len(pending.request.input) + len(pending.token_ids)
-        pending.routes = routers.routes(output.outputs[0].routed_experts, num_tokens=num_tokens, engine="vLLM")
+                await fetched(pending, fetcher, record, routers)
 
 
-async def last_output(pending: PendingRequest, outputs: Any, *, epoch: int, tokenizer: Any) -> Any:
-    """Takes the tokens from vLLM's outputs until the response has ended, or has another epoch before its first token.
-    Returns the last output."""
+async def fetched(pending: PendingRequest, fetcher: Fetcher, record: str, routers: Routers | None) -> None:
+    """Gives an ended request its logprobs, and its experts unless it was aborted."""
+    num_tokens = len(pending.request.input) + len(pending.token_ids)
+    with_routes = routers is not None and pending.finish_reason is not FinishReason.ABORT
+    num_rows = num_tokens - 1 if with_routes else 0
+    logprobs, experts = await fetcher.take(record, pending.token_ids, num_rows=num_rows)
+    pending.logprobs = logprobs.tolist()
+    if routers is not None and with_routes:
+        pending.routes = routers.routes(experts, num_tokens=num_tokens, engine="vLLM")
+
+
+async def last_output(pending: PendingRequest, outputs: Any, *, epoch: int, tokenizer: Any) -> None:
+    """Takes the tokens from vLLM's outputs until the response has ended, or has another epoch before its first
+    token."""
     # Leaving the loop early closes the generator, which makes vLLM abort the request.
     async with aclosing(outputs):
         async for output in outputs:
             if pending.epoch != epoch and not pending.token_ids:
-                return output
+                return
             seen = len(pending.token_ids)
             take(pending, output.outputs[0])
             count = spelled(pending.token_ids, first=seen + 1, request=pending.request, tokenizer=tokenizer)
@@ -66,7 +74,7 @@ async def last_output(pending: PendingRequest, outputs: Any, *, epoch: int, toke
                 # The abort came before the request had reached vLLM.
                 pending.finish(FinishReason.ABORT)
             if pending.finish_reason is not None:
-                return output
+                return
     raise RlframeError("vLLM ended a request without an answer")
 
 
@@ -106,9 +114,13 @@ def sampling_parameters(request: GenerationRequest, *, stop_tokens: list[int], r
     )
 
 
-def scoring_parameters(top_k: int) -> Any:
+def scoring_parameters(top_k: int, *, record: str | None = None) -> Any:
     """Returns vLLM's SamplingParams for the logprobs of a prompt's tokens and of the most likely tokens in their
-    places. One token must be sampled after the prompt."""
+    places. One token must be sampled after the prompt.
+
+    Args:
+        record: name of the record that gets the experts. None if nobody wants them.
+    """
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as Parameters
 
@@ -118,28 +130,37 @@ def scoring_parameters(top_k: int) -> Any:
         ignore_eos=True,
         detokenize=False,
         prompt_logprobs=top_k,
+        extra_args={RECORD: record} if record else None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 async def score(
-    sequence: ModelInput, engine: Any, *, name: str, routers: Routers | None = None, lora: Any = None
+    sequence: ModelInput,
+    engine: Any,
+    *,
+    name: str,
+    routers: Routers | None = None,
+    fetcher: Fetcher | None = None,
+    lora: Any = None,
 ) -> Scored:
     """Returns the nats of each token but the first, under log_softmax(logits).
 
     Args:
         routers: routers of the model, if the experts of the same pass are wanted.
+        fetcher: fetches the experts.
         lora: vLLM's LoRARequest, if the engine computes with adapters.
     """
-    output = await scored(sequence, engine, name=name, top_k=0, lora=lora)
-    flat = output.prompt_logprobs
-    assert flat.token_ids == sequence.token_ids[1:].tolist(), "prompt logprobs are of the prompt's tokens"
-    routes = None
-    if routers is not None:
-        # Of every token of the prompt: the last one predicts the token that must be sampled.
-        found = output.outputs[0].routed_experts
-        routes = routers.routes(found, num_tokens=len(sequence) + 1, engine="vLLM")[:-1]
+    wanted = fetcher if routers is not None else None
+    with wanted.record(name) if wanted else nullcontext() as record:
+        output = await scored(sequence, engine, name=name, top_k=0, record=record, lora=lora)
+        flat = output.prompt_logprobs
+        assert flat.token_ids == sequence.token_ids[1:].tolist(), "prompt logprobs are of the prompt's tokens"
+        routes = None
+        if routers is not None and wanted and record:
+            _, experts = await wanted.take(record, output.outputs[0].token_ids, num_rows=len(sequence) - 1)
+            routes = routers.routes(experts, num_tokens=len(sequence), engine="vLLM")
     return Scored(logprobs=list(flat.logprobs), routes=routes)
 
 
@@ -153,11 +174,13 @@ async def top(sequence: ModelInput, engine: Any, *, name: str, k: int, lora: Any
     return top_logprobs(ids[:, 1:], nats)
 
 
-async def scored(sequence: ModelInput, engine: Any, *, name: str, top_k: int, lora: Any = None) -> Any:
+async def scored(
+    sequence: ModelInput, engine: Any, *, name: str, top_k: int, record: str | None = None, lora: Any = None
+) -> Any:
     """Returns vLLM's output for a prompt, whose FlatLogprobs are of each token but the first, each followed by the
     `top_k` most likely tokens in its place."""
     inputs = {"prompt_token_ids": sequence.token_ids.tolist()}
-    outputs = engine.generate(inputs, scoring_parameters(top_k), name, lora_request=lora)
+    outputs = engine.generate(inputs, scoring_parameters(top_k, record=record), name, lora_request=lora)
     async with aclosing(outputs):
         async for output in outputs:
             return output

@@ -6,7 +6,8 @@ after top-p, top-k and forbidden stop tokens, renormalised). rlframe's rule lies
 temperature 0.8 shares an engine with greedy evaluation. So the engine runs with `raw_logprobs`, and the samplers here
 divide each row by its own request's temperature before the log-softmax. Greedy rows (temperature 0) stay unchanged.
 
-The tokens and logprobs of requests that have a RECORD go to a `TokenRecord`. vLLM does not learn of them.
+The tokens and logprobs of requests that have a RECORD go to a `TokenRecord`, their experts to a `RouteRecord`. vLLM
+does not learn of them.
 """
 
 import weakref
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlframe.rollout.vllm.record import NOT_RECORDED, TokenRecord
+from rlframe.rollout.vllm.routes import RouteRecord
 
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM samples greedily (`_SAMPLING_EPS`)."""
@@ -27,15 +29,21 @@ RECORD = "rlframe_record"
 """Key in the `extra_args` of a request: the name of its record. Without it the request is not recorded."""
 
 
-def install(runner: Any) -> TokenRecord | None:
+def install(runner: Any, *, routes: RouteRecord | None = None) -> TokenRecord | None:
     """Makes the sampler of `runner`, vLLM's model runner in this process, use rlframe's rule. Returns the record that
-    it writes. Returns None if the rank does not sample."""
+    it writes. Returns None if the rank does not sample.
+
+    Args:
+        routes: the record of experts, which needs model runner V1.
+    """
     sampler = getattr(runner, "sampler", None)
     if sampler is None:
         return None
     # The object keeps its state and all references to it; only the computation of logprobs changes.
     sampler.record = TokenRecord(runner.max_num_reqs)
+    sampler.routes = routes
     if hasattr(sampler, "sampling_states"):
+        assert routes is None, "VLLM_USE_V2_MODEL_RUNNER=0 with routed experts"
         # Its random numbers depend on a request's seed and on the position in the sequence, so that requests which
         # continue a response get the right ones.
         sampler.slots = np.tile(NOT_RECORDED, (runner.max_num_reqs, 1))
@@ -57,14 +65,19 @@ def follow_requests(runner: Any) -> None:
     """Makes model runner V1 begin the records of requests. It also starts the random generator of a request that
     continues a response where the first part has left it. Each token takes one draw."""
     update, sampler = runner._update_states, runner.sampler
+    routes: RouteRecord | None = sampler.routes
 
     def update_states(scheduler_output: Any) -> Any:
+        if routes is not None:
+            routes.schedule(scheduler_output)
         result = update(scheduler_output)
         for name in scheduler_output.finished_req_ids:
             sampler.begun.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
             if (key := option(new.sampling_params, RECORD)) is not None:
                 sampler.begun[new.req_id] = sampler.record.begin(key)
+                if routes is not None:
+                    routes.begin(new.req_id, key)
             count = option(new.sampling_params, FIRST_POSITION)
             generator = runner.requests[new.req_id].generator
             if count and generator is not None:

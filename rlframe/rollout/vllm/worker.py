@@ -18,12 +18,15 @@ from torch import Tensor
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.adapter import EngineAdapter
+from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.served.plain import dequantized_weights, is_quantized
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
 from rlframe.rollout.vllm import verify
 from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
+from rlframe.rollout.vllm.routes import CAPTURE, RouteCapture, RouteRecord
 from rlframe.rollout.vllm.sampler import install
 from rlframe.rollout.vllm.warm_up import warm_up_with
 from rlframe.utils.calls import RankCall
@@ -49,7 +52,7 @@ class RecordingLoader(DefaultModelLoader):
     quantised ones stand for, on the same path.
 
     `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`; `warm_up`,
-    for `warm_up_with`; and `as_loaded`, for `keep_as_loaded`.
+    for `warm_up_with`; `routes`, for a `RouteCapture`; and `as_loaded`, for `keep_as_loaded`.
     """
 
     def __init__(self, load_config: Any):
@@ -57,6 +60,7 @@ class RecordingLoader(DefaultModelLoader):
         settings = dict(load_config.model_loader_extra_config)
         self._random_seed: int | None = settings.pop("random_seed", None)
         self._warm_up: dict[str, Any] | None = settings.pop("warm_up", None)
+        self._with_routes: bool = settings.pop("routes", False)
         if settings.pop("as_loaded", False):
             keep_as_loaded()
         load_config.model_loader_extra_config = settings
@@ -80,6 +84,8 @@ class RecordingLoader(DefaultModelLoader):
             self._layout, self._refusal = None, changed
         notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
         setattr(model, NOTES, notes)
+        if self._with_routes:
+            setattr(model, CAPTURE, capture_of(model, vllm_config))
         if self._warm_up is not None:
             # Before vLLM warms up, which it does after it has loaded the model.
             warm_up_with(self._warm_up)
@@ -110,6 +116,21 @@ class RecordingLoader(DefaultModelLoader):
             return
         device = str(next(model.parameters()).device)
         yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
+
+
+def capture_of(model: Any, vllm_config: Any) -> RouteCapture | None:
+    """Returns what notes the experts that `model` chooses. None if another rank, which chooses the same, does."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    if get_tensor_model_parallel_rank():
+        return None
+    folder = Path(vllm_config.model_config.model)
+    return RouteCapture(
+        model,
+        Routers.of(load_family(folder).architecture(read_config(folder))),
+        num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        device=next(model.parameters()).device,
+    )
 
 
 def keep_as_loaded() -> None:
@@ -250,9 +271,11 @@ class RankExtension:
 
     def rlframe_start(self, adapter: bytes) -> None:
         """See Extension."""
-        self.rlframe_record = install(self.model_runner)
-        self.rlframe_checker = verify.install(self.model_runner)
         model = self.model_runner.get_model()
+        capture: RouteCapture | None = getattr(model, CAPTURE, None)
+        self.rlframe_routes = RouteRecord(capture, self.model_runner) if capture is not None else None
+        self.rlframe_record = install(self.model_runner, routes=self.rlframe_routes)
+        self.rlframe_checker = verify.install(self.model_runner)
         notes: LoadNotes = getattr(model, NOTES)
         self.rlframe_reload = LayerwiseReload(model, self.vllm_config, notes)
         # Modules that vLLM has wrapped for adapters hold what they were as `base_layer`.
@@ -304,14 +327,18 @@ class RankExtension:
             failure = WeightSyncFailed(f"{call} on rank {self.rank} of vLLM: {error!r}")
         return pickle.dumps((result, failure, self.rlframe_reload.under_way))
 
-    def rlframe_take(self, wanted: list[tuple[str, int]]) -> bytes:
+    def rlframe_take(self, wanted: list[tuple[str, int, int]]) -> bytes:
         """See Extension."""
-        record, parallel = self.rlframe_record, self.vllm_config.parallel_config
+        record, routes, parallel = self.rlframe_record, self.rlframe_routes, self.vllm_config.parallel_config
         # All ranks sample the same, unless each samples a part of the batch (an option of vLLM 0.32).
         has_all = not getattr(parallel, "enable_batch_sharded_sampling", False)
         if record is None or (has_all and self.rank % parallel.tensor_parallel_size):
             return pickle.dumps([])
-        return pickle.dumps([record.take(key, count) for key, count in wanted])
+        found = (
+            (*record.take(key, count), None if routes is None else routes.take(key, num_rows))
+            for key, count, num_rows in wanted
+        )
+        return pickle.dumps(list(found))
 
     def rlframe_drafts(self) -> bytes:
         """See Extension."""

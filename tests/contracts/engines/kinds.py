@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.engine import RolloutEngine
 from rlframe.rollout.sglang.border import SchedulerRank
 from rlframe.utils.registry import find, names
@@ -35,10 +36,11 @@ class Kind:
     def start(
         self, folder: Path, *, dtype: torch.dtype = torch.float32, float32_logits: bool = False, **settings: Any
     ) -> RolloutEngine:
-        """The engine on the CPU, with routes where it has them."""
+        """The engine on the CPU, with routes where it and the model have them."""
         component, config = find("rlframe.rollout", self.name, key="rollout.name")
         chosen = config(name=self.name, **self.settings, **settings)
-        with_routes = not list(chosen.route_faults(cuda=False))
+        has_experts = load_family(folder).architecture(read_config(folder)).num_experts > 0
+        with_routes = has_experts and chosen.speculative is None and not list(chosen.route_faults(cuda=False))
         engine = component(
             chosen, folder=folder, dtype=dtype, device="cpu", with_routes=with_routes, float32_logits=float32_logits
         )

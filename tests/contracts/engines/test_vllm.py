@@ -14,7 +14,16 @@ from rlframe.types.rollout import SamplingParams
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.border import DestinationRank
 from tests.contracts.engines.kinds import Kind, param
-from tests.contracts.engines.trainer import CLOSE, Case, make, nats, perturbed, synced, transformers_model
+from tests.contracts.engines.trainer import (
+    CLOSE,
+    Case,
+    experts,
+    make,
+    nats,
+    perturbed,
+    synced,
+    transformers_model,
+)
 from tests.rollout_models import make_requests
 
 pytestmark = pytest.mark.engine
@@ -92,12 +101,13 @@ def test_the_record_has_vllms_own_logprobs_bit_for_bit(case: Case, settings: dic
     fetcher, case.engine._fetcher = case.engine._fetcher, None
     own = case.engine.generate(requests)
     case.engine._fetcher = fetcher
-    assert recorded == own
+    # Experts come with the record alone.
+    assert [replace(each, routes=None) for each in recorded] == own
     assert len({len(each.token_ids) for each in own}) > 1 or "min_tokens" in settings
 
 
 @pytest.mark.parametrize("kind", [param("vllm")])
-def test_requests_that_vllm_preempts_have_the_logprobs_of_their_tokens(kind: Kind, folder: Path):
+def test_requests_that_vllm_preempts_have_the_logprobs_and_experts_of_their_tokens(kind: Kind, folder: Path):
     """The cache has room for half of what they need."""
     engine = kind.start(folder, max_model_len=256, engine_options={"block_size": 32, "num_gpu_blocks_override": 20})
     engine.gate.commit(3)
@@ -106,6 +116,9 @@ def test_requests_that_vllm_preempts_have_the_logprobs_of_their_tokens(kind: Kin
     for request, completion in zip(requests, engine.generate(requests), strict=True):
         expected = nats(model, request, completion.token_ids.tolist())
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+        assert completion.routes is not None
+        told = torch.from_numpy(completion.routes).long().sort(-1).values
+        assert torch.equal(told, experts(model, request, completion.token_ids.tolist()))
     engine.close()
 
 

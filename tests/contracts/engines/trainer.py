@@ -170,6 +170,14 @@ def nats(model: Any, request: GenerationRequest, tokens: list[int]) -> Tensor:
     return logprobs[first - 1 : -1].gather(1, sequence[0, first:, None])[:, 0]
 
 
+def experts(model: Any, request: GenerationRequest, tokens: list[int]) -> Tensor:
+    """[rows, layers, k] experts of all tokens but the last, which was sampled and sent nowhere, sorted."""
+    sequence = torch.tensor([[*request.input.token_ids.tolist(), *tokens[:-1]]])
+    with torch.no_grad():
+        logits = model(sequence, output_router_logits=True).router_logits
+    return torch.stack([each.topk(2).indices for each in logits], dim=1).sort(-1).values
+
+
 def mixed_nats(old: Any, new: Any, request: GenerationRequest, tokens: list[int], *, split: int) -> Tensor:
     """[len(tokens) - split] logprobs of what follows the first `split` tokens of a response, by the new model over the
     keys and values that the old one has computed of all before it but the last token."""

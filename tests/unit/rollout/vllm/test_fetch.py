@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 import pytest
 
-from rlframe.rollout.vllm.fetch import Fetcher
+from rlframe.rollout.vllm.fetch import MOST_ROWS, Fetcher, Wanted, parts
 from rlframe.utils.errors import RlframeError
 
 
@@ -13,18 +13,20 @@ class Ranks:
 
     def __init__(self, **records: list[int]):
         self.records = records
-        self.calls: list[list[tuple[str, int]]] = []
+        self.calls: list[list[Wanted]] = []
 
-    async def take(self, wanted: list[tuple[str, int]]) -> list[bytes]:
+    async def take(self, wanted: list[Wanted]) -> list[bytes]:
         self.calls.append(wanted)
         await asyncio.sleep(0)
-        found = [np.array(self.records.get(key, [])[:count], dtype=np.int32) for key, count in wanted]
-        return [pickle.dumps([(each, -each.astype(np.float32)) for each in found]), pickle.dumps([])]
+        found = [np.array(self.records.get(key, [])[:count], dtype=np.int32) for key, count, _ in wanted]
+        experts = [np.full((num_rows, 1, 1), len(key), dtype=np.uint8) for key, _, num_rows in wanted]
+        answer = [(each, -each.astype(np.float32), chosen) for each, chosen in zip(found, experts, strict=True)]
+        return [pickle.dumps(answer), pickle.dumps([])]
 
 
 async def fetched(fetcher: Fetcher, key: str, token_ids: list[int]) -> list[float]:
     with fetcher.record(key):
-        return (await fetcher.logprobs(key, token_ids)).tolist()
+        return (await fetcher.take(key, token_ids))[0].tolist()
 
 
 def test_responses_that_end_together_share_a_call():
@@ -35,7 +37,7 @@ def test_responses_that_end_together_share_a_call():
         return await asyncio.gather(fetched(fetcher, "a", [5, 6]), fetched(fetcher, "b", [7]))
 
     assert asyncio.run(both()) == [[-5.0, -6.0], [-7.0]]
-    assert ranks.calls == [[("a", 2), ("b", 1)]]
+    assert ranks.calls == [[("a", 2, 0), ("b", 1, 0)]]
 
 
 def test_a_response_that_ends_during_a_call_has_the_next_one():
@@ -49,7 +51,7 @@ def test_a_response_that_ends_during_a_call_has_the_next_one():
         return [await fetched(fetcher, "b", [7]), await first]
 
     assert asyncio.run(both()) == [[-7.0], [-5.0]]
-    assert ranks.calls == [[("a", 1)], [("b", 1)]]
+    assert ranks.calls == [[("a", 1, 0)], [("b", 1, 0)]]
 
 
 @pytest.mark.parametrize(
@@ -75,11 +77,11 @@ def test_a_record_that_nobody_wants_ends_with_the_next_call():
         return await fetched(fetcher, "b", [7])
 
     assert asyncio.run(one()) == [-7.0]
-    assert ranks.calls == [[("b", 1), ("a", 0)]]
+    assert ranks.calls == [[("b", 1, 0), ("a", 0, 0)]]
 
 
 def test_an_error_of_the_engine_reaches_all_who_wait():
-    async def take(wanted: list[tuple[str, int]]) -> list[bytes]:
+    async def take(wanted: list[Wanted]) -> list[bytes]:
         raise RlframeError("dead")
 
     async def both() -> list[BaseException | list[float]]:
@@ -88,3 +90,24 @@ def test_an_error_of_the_engine_reaches_all_who_wait():
         return await asyncio.gather(*waits, return_exceptions=True)
 
     assert [str(each) for each in asyncio.run(both())] == ["dead", "dead"]
+
+
+def test_experts_come_in_calls_of_bounded_size():
+    half = MOST_ROWS // 2
+    ranks = Ranks(a=[5], b=[6], c=[7])
+
+    async def one(fetcher: Fetcher, key: str, token_ids: list[int], num_rows: int) -> int:
+        with fetcher.record(key):
+            _, experts = await fetcher.take(key, token_ids, num_rows=num_rows)
+        assert experts is not None and set(experts.ravel().tolist()) == {1}
+        return len(experts)
+
+    async def all_of_them() -> list[int]:
+        fetcher = Fetcher(ranks.take)
+        wanted = [("a", [5], half), ("b", [6], half), ("c", [7], 1)]
+        return await asyncio.gather(*(one(fetcher, *each) for each in wanted))
+
+    assert asyncio.run(all_of_them()) == [half, half, 1]
+    assert ranks.calls == [[("a", 1, half), ("b", 1, half)], [("c", 1, 1)]]
+    assert list(parts([("a", 1, 3 * MOST_ROWS), ("b", 1, 1)])) == [[("a", 1, 3 * MOST_ROWS)], [("b", 1, 1)]]
+    assert list(parts([])) == [[]]

@@ -1,4 +1,5 @@
 import asyncio
+import pickle
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import PendingRequest, spelled
+from rlframe.rollout.vllm.fetch import Fetcher, Wanted
 from rlframe.rollout.vllm.pending import follow, prompt, score, take
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest, SamplingParams, Span
@@ -105,20 +107,34 @@ def test_a_stop_string_cuts_off_what_was_sampled_beyond_it():
     assert one.completion().finish_reason is FinishReason.STOP
 
 
-def followed(routed: np.ndarray | None, reason: str) -> PendingRequest:
-    """A request whose prompt has 1 token and whose response has 2, after vLLM's last piece came with `routed`."""
+class Ranks:
+    """A rank whose records have these experts, and the tokens 5 and 6."""
+
+    def __init__(self, experts: np.ndarray):
+        self.experts = experts
+        self.wanted: list[Wanted] = []
+
+    async def take(self, wanted: list[Wanted]) -> list[bytes]:
+        self.wanted += wanted
+        tokens = np.array([5, 6])
+        return [
+            pickle.dumps([(tokens[:count], -tokens[:count].astype(np.float32), self.experts[:num_rows])])
+            for _, count, num_rows in wanted
+        ]
+
+
+def followed(experts: np.ndarray, reason: str) -> tuple[PendingRequest, list[Wanted]]:
+    """A request whose prompt has 1 token and whose response has 2, and what was fetched for it."""
     pytest.importorskip("vllm")
 
     async def outputs(*arguments: Any, **named: Any) -> AsyncIterator[Any]:
-        first, last = piece([5]), piece([6], reason)
-        last.routed_experts = routed
-        for each in (first, last):
-            yield SimpleNamespace(outputs=[each])
+        for ids, end in (([5], None), ([6], reason)):
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=None, finish_reason=end)])
 
     one, routers = pending(version=3), Routers(num_layers=2, layers=(1,), experts_per_token=2, num_experts=4)
-    engine = SimpleNamespace(generate=outputs)
-    asyncio.run(follow(one, engine, stop_tokens=[], tokenizer=None, routers=routers))
-    return one
+    engine, ranks = SimpleNamespace(generate=outputs), Ranks(experts)
+    asyncio.run(follow(one, engine, stop_tokens=[], tokenizer=None, fetcher=Fetcher(ranks.take), routers=routers))
+    return one, ranks.wanted
 
 
 def test_a_request_that_has_not_begun_begins_again_in_another_epoch():
@@ -158,11 +174,14 @@ def test_an_abort_that_overtakes_its_request_ends_it_at_its_first_token():
     assert one.ended and one.completion().finish_reason is FinishReason.ABORT
 
 
-def test_routes_come_with_the_last_piece_and_cover_all_but_the_last_token():
+def test_routes_cover_all_but_the_last_token():
     rows = np.array([[[0, 0], [3, 1]], [[0, 0], [0, 2]]], dtype=np.uint8)
-    routes = followed(rows, "length").completion().routes
+    one, wanted = followed(rows, "length")
+    routes = one.completion().routes
     assert routes is not None and routes.tolist() == [[[3, 1]], [[0, 2]]]
-    assert followed(None, "abort").completion().routes is None
+    assert [each[1:] for each in wanted] == [(2, 2)]
+    one, wanted = followed(rows, "abort")
+    assert one.completion().routes is None and [each[1:] for each in wanted] == [(2, 0)]
     with pytest.raises(RlframeError, match=r"shape \(2, 2, 2\) for 2 tokens, got 4 numbers"):
         followed(rows[:1], "stop")
 
@@ -170,9 +189,9 @@ def test_routes_come_with_the_last_piece_and_cover_all_but_the_last_token():
 class Scoring:
     """An engine that has answered a scoring request for three tokens."""
 
-    def __init__(self, routed: np.ndarray | None):
+    def __init__(self):
         flat = SimpleNamespace(token_ids=[8, 7], logprobs=[-1.0, -2.0])
-        self._output = SimpleNamespace(prompt_logprobs=flat, outputs=[SimpleNamespace(routed_experts=routed)])
+        self._output = SimpleNamespace(prompt_logprobs=flat, outputs=[SimpleNamespace(token_ids=[5])])
 
     async def generate(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
         yield self._output
@@ -182,9 +201,10 @@ def test_a_scored_prompt_has_the_experts_of_all_tokens_but_the_last():
     pytest.importorskip("vllm")
     routers = Routers(num_layers=1, layers=(0,), experts_per_token=2, num_experts=4)
     # vLLM has those of the last token too, because one token is sampled after it.
-    rows = np.array([[[3, 1]], [[0, 2]], [[1, 2]]])
-    sequence = ModelInput((9, 8, 7))
-    scored = asyncio.run(score(sequence, Scoring(rows), name="s", routers=routers))
+    ranks = Ranks(np.array([[[3, 1]], [[0, 2]], [[1, 2]]], dtype=np.uint8))
+    sequence, fetcher = ModelInput((9, 8, 7)), Fetcher(ranks.take)
+    scored = asyncio.run(score(sequence, Scoring(), name="s", routers=routers, fetcher=fetcher))
     assert scored.logprobs == [-1.0, -2.0]
     assert scored.routes is not None and scored.routes.tolist() == [[[3, 1]], [[0, 2]]]
-    assert asyncio.run(score(sequence, Scoring(None), name="s")).routes is None
+    assert asyncio.run(score(sequence, Scoring(), name="s", fetcher=fetcher)).routes is None
+    assert ranks.wanted == [("s", 1, 2)]

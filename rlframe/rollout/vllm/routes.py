@@ -1,0 +1,194 @@
+"""The experts that vLLM's routers choose, inside vLLM's worker: by the place of each token in the key-value cache.
+
+vLLM's own way (`enable_return_routed_experts`) copies the experts of every token of every step from process to process,
+an array for each request and token. Here they stay in the worker, and the engine fetches those of a request once, when
+it has ended. Tokens that share keys and values share their experts too, so that a cached prompt has them.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from rlframe.rollout.base.routes import Routers
+from rlframe.utils.errors import RlframeError
+
+CAPTURE = "rlframe_routes"
+"""Attribute of the loaded model that holds its `RouteCapture`."""
+Rows = Shaped[np.ndarray, "rows layers k"]
+
+
+class RouteCapture:
+    """Notes what the routers of a model choose in a step. It must be there before CUDA graphs are captured, which hold
+    its copies."""
+
+    def __init__(self, model: Any, routers: Routers, *, num_tokens: int, device: torch.device):
+        """
+        Args:
+            model: vLLM's model.
+            num_tokens: greatest number of tokens of a step.
+
+        Raises:
+            RlframeError: the routers cannot be asked.
+        """
+        from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+        dtype = torch.uint8 if routers.dtype is np.uint8 else torch.int16
+        shape = (num_tokens, routers.num_layers, routers.experts_per_token)
+        self.chosen: Int[Tensor, "N layers k"] = torch.zeros(shape, dtype=dtype, device=device)
+        """Experts of the step's tokens. Further rows are of earlier steps."""
+        modules = [module for module in model.modules() if isinstance(module, MoERunner)]
+        for module in modules:
+            inside = getattr(getattr(module, "_quant_method", None), "is_monolithic", False)
+            if inside or not isinstance(module.router, BaseRouter):
+                kernel = "kernel, which routes inside" if inside else f"router {type(module.router).__name__}"
+                raise RlframeError(
+                    f"vLLM's {kernel}, does not say which experts it chooses; set train.moe.router_replay=false"
+                )
+            module.router.set_capture_fn(partial(self._note, module.layer_id))
+        if len(modules) != len(routers.layers):
+            raise RlframeError(
+                f"expected {len(routers.layers)} layers with experts in vLLM's model, got {len(modules)}; "
+                "set train.moe.router_replay=false"
+            )
+
+    def _note(self, layer: int, experts: Int[Tensor, "N k"]) -> None:
+        self.chosen[: len(experts), layer] = experts
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The experts of one step, which may still be on their way from the device."""
+
+    slots: Int[Tensor, " N"]
+    chosen: Int[Tensor, "N layers k"]
+    arrived: torch.cuda.Event | None
+    """None if the tensors never were on a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a request, whose blocks of the cache later steps may write again."""
+
+    key: str
+    blocks: list[int]
+
+
+class RouteRecord:
+    """The experts of all tokens in the key-value cache, in host memory."""
+
+    def __init__(self, capture: RouteCapture, runner: Any):
+        """
+        Args:
+            runner: vLLM's model runner V1 in this process.
+        """
+        self._capture, self._runner = capture, runner
+        self._group, block_size = full_attention_group(runner.kv_cache_config.kv_cache_groups)
+        shape = (runner.kv_cache_config.num_blocks, block_size, *capture.chosen.shape[1:])
+        # Pages that no token has been in take no memory.
+        self._cache = np.zeros(shape, dtype=torch.zeros(0, dtype=capture.chosen.dtype).numpy().dtype)
+        self._flat = self._cache.reshape(-1, *shape[2:])
+        self._keys: dict[str, str] = {}
+        """Names of records by vLLM's name of a running request."""
+        self._kept: dict[str, Rows] = {}
+        """Experts of requests that have ended, by the names of their records."""
+        self._waiting: deque[Step | End] = deque()
+        self._num_tokens = 0
+        """Tokens of the last step, while its experts are not in `_waiting` yet."""
+
+    def schedule(self, scheduler_output: Any) -> None:
+        """Records the tokens of the last step, and notes which requests have ended. The device does not wait for it.
+        Must be called before vLLM forgets those requests and prepares the next step.
+
+        Args:
+            scheduler_output: what the next step computes.
+        """
+        self._add()
+        self._num_tokens = scheduler_output.total_num_scheduled_tokens
+        for name in scheduler_output.finished_req_ids:
+            key = self._keys.pop(name, None)
+            if key is not None:
+                self._waiting.append(End(key, self._blocks(name)))
+        self._read_arrived()
+
+    def begin(self, name: str, key: str) -> None:
+        """Begins the record `key` of vLLM's request `name`."""
+        self._keys[name] = key
+
+    def take(self, key: str, num_rows: int) -> Rows:
+        """Returns the experts of the first `num_rows` tokens of a request, and ends its record."""
+        self._add()
+        while self._waiting:
+            self._read(self._waiting.popleft())
+        if key in self._kept:
+            return self._kept.pop(key)[:num_rows].copy()
+        # vLLM tells the worker of an end with the next step only.
+        name = next((name for name, each in self._keys.items() if each == key), None)
+        if name is None:
+            return self._flat[:0]
+        del self._keys[name]
+        return self._of(self._blocks(name))[:num_rows]
+
+    def _add(self) -> None:
+        if not self._num_tokens:
+            return
+        slots = self._runner.input_batch.block_table[self._group].slot_mapping.gpu[: self._num_tokens]
+        chosen, arrived = self._capture.chosen[: self._num_tokens], None
+        self._num_tokens = 0
+        if chosen.is_cuda:
+            slots, chosen = (each.to("cpu", non_blocking=True) for each in (slots, chosen))
+            arrived = torch.cuda.Event()
+            arrived.record()
+        else:
+            # The next step writes into the same memory.
+            slots, chosen = slots.clone(), chosen.clone()
+        self._waiting.append(Step(slots, chosen, arrived))
+
+    def _blocks(self, name: str) -> list[int]:
+        return list(self._runner.requests[name].block_ids[self._group])
+
+    def _of(self, blocks: list[int]) -> Rows:
+        return self._cache[blocks].reshape(-1, *self._cache.shape[2:])
+
+    def _read_arrived(self) -> None:
+        while self._waiting:
+            first = self._waiting[0]
+            if isinstance(first, Step) and first.arrived is not None and not first.arrived.query():
+                return
+            self._read(self._waiting.popleft())
+
+    def _read(self, entry: Step | End) -> None:
+        if isinstance(entry, End):
+            self._kept[entry.key] = self._of(entry.blocks)
+            return
+        if entry.arrived is not None:
+            entry.arrived.synchronize()
+        self._flat[entry.slots.numpy()] = entry.chosen.numpy()
+
+
+def full_attention_group(groups: Any) -> tuple[int, int]:
+    """Returns the index and the tokens of a block of the group of layers whose cache holds every token of a request.
+
+    Raises:
+        RlframeError: there is none.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    def specs(group: Any) -> Iterator[Any]:
+        # Layers with keys of different sizes have a spec each.
+        yield from getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+
+    for index, group in enumerate(groups):
+        if all(isinstance(each, FullAttentionSpec) for each in specs(group)):
+            return index, group.kv_cache_spec.block_size
+    raise RlframeError(
+        "no layer of vLLM's cache holds all tokens of a request, by whose places routed experts are known; "
+        "set train.moe.router_replay=false"
+    )

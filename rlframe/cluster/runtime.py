@@ -21,6 +21,7 @@ from ray._raylet import (
 
 from rlframe.cluster.config import LOCAL, ClusterConfig
 from rlframe.cluster.environment import inherited, known
+from rlframe.cluster.template import forking
 from rlframe.cluster.watch.reach import refusal
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -82,7 +83,7 @@ def start(environment: dict[str, Any], *, num_cpus: int) -> None:
     Raises:
         ConfigError: it did not start in the time that Ray gives itself.
     """
-    with alone(), inherited():
+    with alone(), inherited(), forking():
         try:
             ray.init(
                 address=LOCAL,

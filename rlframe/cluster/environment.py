@@ -1,7 +1,7 @@
 """Environment variables with which the processes of workers start.
 
 A Ray that this program starts has them itself, and its workers inherit them. An actor with an environment of its own
-costs 0.3 CPU seconds more: Ray then asks an agent, and starts an interpreter that imports Ray only to set the variables.
+costs 0.3 CPU seconds more: Ray asks an agent, and starts an interpreter that imports Ray only to set the variables.
 """
 
 import os

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +59,12 @@ def imported(modules: Sequence[str]) -> Iterator[None]:
     """Has a template inside the `with` block that imports `modules`, from now on. None of them may start a thread."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         address = f"{folder}/template"
-        listener.bind(address)
+        try:
+            listener.bind(address)
+        except OSError:
+            # The path of the system's folder for temporary files is too long for a socket.
+            yield
+            return
         listener.listen()
         template = subprocess.Popen(
             [sys.executable, "-m", "rlframe.cluster.template", str(listener.fileno()), *modules],
@@ -70,7 +74,9 @@ def imported(modules: Sequence[str]) -> Iterator[None]:
             # Neither Ctrl-C nor a signal to the run's process group reaches it, as Ray's own processes.
             start_new_session=True,
         )
-        _Present.launcher = written(folder, address)
+        launcher = written(folder, address)
+        # Programs in that folder may be forbidden.
+        _Present.launcher = launcher if os.access(launcher, os.X_OK) else None
         try:
             yield
         finally:
@@ -105,9 +111,8 @@ def main() -> None:
     """Imports the modules, and forks a worker for each request until standard input ends."""
     listener, modules = socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]
     gc.disable()
-    with warnings.catch_warnings(action="ignore"):
-        for module in modules:
-            importlib.import_module(module)
+    for module in modules:
+        importlib.import_module(module)
     if len(os.listdir("/proc/self/task")) > 1:
         # A fork of a process with threads may hang. Without a template, workers begin afresh.
         return

@@ -74,6 +74,8 @@ def imported(modules: Sequence[str]) -> Iterator[None]:
             # Neither Ctrl-C nor a signal to the run's process group reaches it, as Ray's own processes.
             start_new_session=True,
         )
+        # Of a socket that only the template holds, a launcher learns that it is gone.
+        listener.close()
         launcher = written(folder, address)
         # Programs in that folder may be forbidden.
         _Present.launcher = launcher if os.access(launcher, os.X_OK) else None

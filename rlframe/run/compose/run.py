@@ -44,8 +44,8 @@ IMPORTED = (
     "rlframe.rollout.transformers.engine",
     "rlframe.weight_sync.endpoints",
 )
-"""Modules that engines import and ranks bear. Not Megatron, before which a rank prepares torch, nor Ray, which reads the
-environment when it is imported, nor Arrow, which starts a thread."""
+"""Modules that engines import and ranks bear. Not Megatron, before which a rank prepares torch, nor Ray, which reads
+the environment when it is imported, nor Arrow, which starts a thread."""
 
 
 def run(

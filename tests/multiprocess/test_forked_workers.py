@@ -1,0 +1,63 @@
+"""Workers that are forked from a template, and begin as fresh interpreters where they cannot be."""
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.environment import FOR_WORKERS
+from rlframe.cluster.placement import reserve
+from rlframe.cluster.roles import Topology, policy
+from rlframe.cluster.runtime import running
+from rlframe.cluster.template import imported
+from rlframe.cluster.worker import Worker
+from rlframe.cluster.worker_group import WorkerGroup
+from tests.until import until
+
+MODULE = "xml.sax"
+"""A module that a worker has only because the template imported it."""
+
+
+class Subject(Worker):
+    """Tells how its process began."""
+
+    def began(self) -> tuple[dict[str, str | None], str, bool]:
+        """Variables of every worker, the folder of the program, and whether MODULE was imported."""
+        return {name: os.environ.get(name) for name in FOR_WORKERS}, sys.path[0], MODULE in sys.modules
+
+
+def test_workers_are_forked_unless_they_need_an_environment_of_their_own_or_the_template_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with imported([MODULE]), running(ClusterConfig(), num_devices=2):
+        (template,) = (each for each in psutil.Process().children() if "rlframe.cluster.template" in each.cmdline())
+        placement = reserve(Topology((policy(2),)), gpu=False, timeout_s=60)
+
+        def group(num_threads: int) -> WorkerGroup[Subject]:
+            return WorkerGroup(
+                Subject, role="policy", slots=placement.policy, log_folder=str(tmp_path), num_threads=num_threads,
+                start_timeout_s=60, call_timeout_s=30,
+            )  # fmt: skip
+
+        def parents(group: WorkerGroup[Subject]) -> list[bool]:
+            return [psutil.Process(info.pid).ppid() == template.pid for info in group.infos]
+
+        own = group(2)
+        assert parents(own) == [False, False]
+        answers = own.wait(own.ask_all(Subject.began), doing="asking")
+        folder = answers[0][1]
+        assert answers == [(FOR_WORKERS | {"OMP_NUM_THREADS": "2"}, folder, False)] * 2
+        own.stop()
+        forked = group(1)
+        assert parents(forked) == [True, True]
+        answers = forked.wait(forked.ask_all(Subject.began), doing="asking")
+        assert answers == [(FOR_WORKERS, folder, True)] * 2, "otherwise as a fresh one"
+        assert os.environ["OMP_NUM_THREADS"] == "7", "the driver's is its own"
+        template.kill()
+        until(lambda: template.status() == psutil.STATUS_ZOMBIE)
+        forked.replace(1)
+        assert forked.wait([forked.ask(1, Subject.began)], doing="asking", ranks=[1]) == [(FOR_WORKERS, folder, False)]

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from rlframe.cluster.watch.flight import RING
 
 FOR_WORKERS = {
+    # Until the worker knows its own number; see `Worker`.
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     # Messages of Megatron and torch would otherwise be the last log lines that a failure shows.
     "PYTHONWARNINGS": "ignore",
     **RING,
 }
-"""Variables of every worker. OMP_NUM_THREADS is that of most; see `of_worker`."""
+"""Variables that every worker starts with."""
 
 
 class _Inherited:
@@ -26,14 +27,13 @@ class _Inherited:
     variables: Mapping[str, str] = {}
 
 
-def of_worker(*, num_threads: int, own: Mapping[str, str]) -> dict[str, str]:
+def of_worker(own: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that a worker's process would lack without being given them.
 
     Args:
-        num_threads: CPU threads of the process.
-        own: further variables, of its devices.
+        own: those that it needs besides FOR_WORKERS.
     """
-    wanted = {**FOR_WORKERS, "OMP_NUM_THREADS": str(num_threads), **own}
+    wanted = {**FOR_WORKERS, **own}
     return {name: value for name, value in wanted.items() if _Inherited.variables.get(name) != value}
 
 

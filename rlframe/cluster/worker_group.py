@@ -96,7 +96,7 @@ class WorkerGroup(Generic[W_co]):
     def _actor(self, rank: int) -> Any:
         """Returns a new actor on the devices of `rank`."""
         slot = self.slots[rank]
-        environment = of_worker(num_threads=self._num_threads, own=slot.environment)
+        environment = of_worker(slot.environment)
         runtime_env = {**slot.runtime_env, **({"env_vars": environment} if environment else {})}
         options = {"name": None, "max_restarts": 0, "runtime_env": runtime_env or None, **slot.options()}
         return self._remote_class.options(**options).remote(

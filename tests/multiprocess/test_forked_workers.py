@@ -2,10 +2,12 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.environment import FOR_WORKERS
@@ -24,9 +26,10 @@ MODULE = "xml.sax"
 class Subject(Worker):
     """Tells how its process began."""
 
-    def began(self) -> tuple[dict[str, str | None], str, bool]:
-        """Variables of every worker, the folder of the program, and whether MODULE was imported."""
-        return {name: os.environ.get(name) for name in FOR_WORKERS}, sys.path[0], MODULE in sys.modules
+    def began(self) -> tuple[dict[str, str | None], int, str, bool]:
+        """Variables of every worker, torch's threads, the folder of the program, and whether MODULE was imported."""
+        variables = {name: os.environ.get(name) for name in FOR_WORKERS}
+        return variables, torch.get_num_threads(), sys.path[0], MODULE in sys.modules
 
 
 def test_workers_are_forked_unless_they_need_an_environment_of_their_own_or_the_template_is_gone(
@@ -37,27 +40,28 @@ def test_workers_are_forked_unless_they_need_an_environment_of_their_own_or_the_
         (template,) = (each for each in psutil.Process().children() if "rlframe.cluster.template" in each.cmdline())
         placement = reserve(Topology((policy(2),)), gpu=False, timeout_s=60)
 
-        def group(num_threads: int) -> WorkerGroup[Subject]:
+        def group(**variables: str) -> WorkerGroup[Subject]:
+            slots = [replace(slot, environment=variables) for slot in placement.policy]
             return WorkerGroup(
-                Subject, role="policy", slots=placement.policy, log_folder=str(tmp_path), num_threads=num_threads,
+                Subject, role="policy", slots=slots, log_folder=str(tmp_path), num_threads=2,
                 start_timeout_s=60, call_timeout_s=30,
             )  # fmt: skip
 
         def parents(group: WorkerGroup[Subject]) -> list[bool]:
             return [psutil.Process(info.pid).ppid() == template.pid for info in group.infos]
 
-        own = group(2)
+        own = group(ITS_OWN="1")
         assert parents(own) == [False, False]
         answers = own.wait(own.ask_all(Subject.began), doing="asking")
-        folder = answers[0][1]
-        assert answers == [(FOR_WORKERS | {"OMP_NUM_THREADS": "2"}, folder, False)] * 2
+        fresh = (FOR_WORKERS | {"OMP_NUM_THREADS": "2"}, 2, answers[0][2], False)
+        assert answers == [fresh, fresh]
         own.stop()
-        forked = group(1)
+        forked = group()
         assert parents(forked) == [True, True]
         answers = forked.wait(forked.ask_all(Subject.began), doing="asking")
-        assert answers == [(FOR_WORKERS, folder, True)] * 2, "otherwise as a fresh one"
+        assert answers == [(*fresh[:-1], True)] * 2, "otherwise as a fresh one"
         assert os.environ["OMP_NUM_THREADS"] == "7", "the driver's is its own"
         template.kill()
         until(lambda: template.status() == psutil.STATUS_ZOMBIE)
         forked.replace(1)
-        assert forked.wait([forked.ask(1, Subject.began)], doing="asking", ranks=[1]) == [(FOR_WORKERS, folder, False)]
+        assert forked.wait([forked.ask(1, Subject.began)], doing="asking", ranks=[1]) == [fresh]

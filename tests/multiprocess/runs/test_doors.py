@@ -40,9 +40,9 @@ def test_ray_asks_for_a_token_of_this_run_that_is_written_nowhere(program: Progr
 
 
 def test_workers_are_forked_from_one_process_that_has_imported_for_them(program: Program) -> None:
-    parents = {each.ppid() for each in program.started() if titled(each, "ray::") and "Agent" not in each.cmdline()[0]}
-    (template,) = (each.pid for each in program.started() if "rlframe.cluster.template" in each.cmdline()[1:3])
-    assert parents == {template}
+    (template,) = (each.pid for each in program.started() if "-m rlframe.cluster.template" in " ".join(each.cmdline()))
+    for title in ("ray::MegatronWorker", "ray::RolloutWorker", "ray::RunnerWorker"):
+        assert {each.ppid() for each in program.started() if titled(each, title)} == {template}, title
 
 
 def test_who_asks_a_run_by_a_signal_gets_a_report_and_an_audit(program: Program) -> None:

@@ -22,7 +22,7 @@ FOR_WORKERS = {
 
 
 class _Inherited:
-    """What workers of the present Ray start with, as far as it is known."""
+    """Variables that workers of the present Ray are known to start with."""
 
     variables: Mapping[str, str] = {}
 
@@ -54,7 +54,7 @@ def inherited() -> Iterator[None]:
 
 @contextmanager
 def known() -> Iterator[None]:
-    """Says inside the `with` block that workers of the present Ray inherit FOR_WORKERS."""
+    """Records inside the `with` block that workers of the present Ray inherit FOR_WORKERS."""
     _Inherited.variables = FOR_WORKERS
     try:
         yield

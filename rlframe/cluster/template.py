@@ -133,7 +133,8 @@ def main() -> None:
                 if os.fork() == 0:
                     connection.close()
                     listener.close()
-                    return work(*json.loads(asked), streams)
+                    arguments, environment, place = json.loads(asked)
+                    return work(arguments, environment, place, streams)
         for stream in streams:
             os.close(stream)
 

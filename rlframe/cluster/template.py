@@ -27,6 +27,8 @@ from rlframe.cluster.environment import FOR_WORKERS
 
 PROGRAM = "default_worker.py"
 """Ray's program of a worker. One with an environment of its own has another one before it, and begins afresh."""
+END_S = 15.0
+"""Seconds that a killed process may take to end."""
 STREAMS = 3
 """Standard input, output and error."""
 LAUNCHER = """
@@ -84,7 +86,9 @@ def imported(modules: Sequence[str]) -> Iterator[None]:
         finally:
             _Present.launcher = None
             template.kill()
-            template.communicate()
+            template.wait(END_S)
+            assert template.stdin
+            template.stdin.close()
 
 
 def written(folder: str, address: str) -> str:

@@ -1,6 +1,8 @@
-"""Workers that are forked from a template, and begin as fresh interpreters where they cannot be."""
+"""What the start of a run leaves out: workers are forked, or fresh interpreters where they cannot be, and the driver
+imports no code of models."""
 
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -65,3 +67,11 @@ def test_workers_are_forked_unless_they_need_an_environment_of_their_own_or_the_
         until(lambda: template.status() == psutil.STATUS_ZOMBIE)
         forked.replace(1)
         assert forked.wait([forked.ask(1, Subject.began)], doing="asking", ranks=[1]) == [fresh]
+
+
+def test_the_tokenizer_of_an_embedded_model_does_not_need_the_code_of_models() -> None:
+    program = (
+        "import sys; from rlframe.models import hub, tokenizer; tokenizer.load(hub.EMBEDDED / 'qwen3_moe_tiny'); "
+        "print(sorted({'transformers.modeling_utils', 'transformers.generation.utils'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"

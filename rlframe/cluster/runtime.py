@@ -20,6 +20,8 @@ from ray._raylet import (
 )
 
 from rlframe.cluster.config import LOCAL, ClusterConfig
+from rlframe.cluster.environment import inherited, known
+from rlframe.cluster.template import forking
 from rlframe.cluster.watch.reach import refusal
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -63,7 +65,7 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     restore_handlers = keep_handlers()
     address, environment = config.joins, config.runtime_env.for_ray()
-    with nullcontext() if address else closed_to_others():
+    with nullcontext() if address else closed_to_others(), nullcontext() if address else known():
         if address:
             join(address, environment)
         else:
@@ -81,7 +83,7 @@ def start(environment: dict[str, Any], *, num_cpus: int) -> None:
     Raises:
         ConfigError: it did not start in the time that Ray gives itself.
     """
-    with alone():
+    with alone(), inherited(), forking():
         try:
             ray.init(
                 address=LOCAL,

@@ -72,6 +72,8 @@ class Worker:
         page = begin_marks(mark_file(self.log))
         threading.Thread(target=answer_requests, args=(page, flight_file(self.log)), name="watch", daemon=True).start()
         note_warnings(self.log)
+        # For what this process starts.
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
         self.set_threads(num_threads)
         self.set_network()
         mark("start: the process runs")

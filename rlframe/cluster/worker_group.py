@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError, RuntimeEnvSetupError
 
+from rlframe.cluster.environment import of_worker
 from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.joined.nodes import died, gone
 from rlframe.cluster.placement import Allocation, DriverNode
 from rlframe.cluster.watch.activities import Activity, waiting
-from rlframe.cluster.watch.flight import RING
 from rlframe.cluster.watch.looking import look_at
 from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import log_tail
@@ -96,16 +96,9 @@ class WorkerGroup(Generic[W_co]):
     def _actor(self, rank: int) -> Any:
         """Returns a new actor on the devices of `rank`."""
         slot = self.slots[rank]
-        environment = {
-            "OMP_NUM_THREADS": str(self._num_threads),
-            "TOKENIZERS_PARALLELISM": "false",
-            # Messages of Megatron and torch would otherwise be the last log lines that a failure shows.
-            "PYTHONWARNINGS": "ignore",
-            **RING,
-            **slot.environment,
-        }
-        runtime_env = {**slot.runtime_env, "env_vars": environment}
-        options = {"name": None, "max_restarts": 0, "runtime_env": runtime_env, **slot.options()}
+        environment = of_worker(slot.environment)
+        runtime_env = {**slot.runtime_env, **({"env_vars": environment} if environment else {})}
+        options = {"name": None, "max_restarts": 0, "runtime_env": runtime_env or None, **slot.options()}
         return self._remote_class.options(**options).remote(
             role=self.role,
             rank=rank,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlframe.models import chat_template as chat_templates
 from rlframe.models import remote_code
-from rlframe.models.hub import read_config, read_json
+from rlframe.models.hub import EMBEDDED, read_config, read_json
 from rlframe.utils.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ def load(folder: Path, *, chat_template: str | None = None) -> "PreTrainedTokeni
         CheckpointError: there is no tokenizer, or one of its files is garbled.
         ConfigError: there is no such template, or it does not fit the tokenizer.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and configurations are read without it
-
     for file in JSON_FILES:
         if (folder / file).is_file():
             read_json(folder / file)
@@ -43,7 +41,7 @@ def load(folder: Path, *, chat_template: str | None = None) -> "PreTrainedTokeni
         # transformers may have a class for the model_type that would make other tokens of the same files.
         refuse_code(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote_code.is_trusted(folder))
+        tokenizer = _loaded(folder)
     # The package tokenizers raises plain Exception for every fault of a file.
     except Exception as error:
         refuse_code(folder, cause=error)
@@ -53,6 +51,18 @@ def load(folder: Path, *, chat_template: str | None = None) -> "PreTrainedTokeni
     if chat_template is not None:
         chat_templates.give(tokenizer, chat_template)
     return tokenizer
+
+
+def _loaded(folder: Path) -> "PreTrainedTokenizerBase":
+    """Returns what AutoTokenizer makes of the folder."""
+    if folder.parent == EMBEDDED:
+        # Its class is known. AutoTokenizer imports what models need to find it, which takes a second.
+        from transformers import TokenizersBackend  # noqa: PLC0415 - as below
+
+        return TokenizersBackend.from_pretrained(folder)
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and configurations are read without it
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote_code.is_trusted(folder))
 
 
 def refuse_code(folder: Path, *, cause: Exception | None = None) -> None:

@@ -24,14 +24,17 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 
+from rlframe.cluster import template
+from rlframe.cluster.template import PROGRAM
 from tests.multiprocess import held
 
 ROOT = Path(__file__).parents[2]
@@ -56,14 +59,14 @@ environment when it is imported; nor Arrow, which starts a thread."""
 STREAMS = 3
 """Standard input, output and error."""
 SETUP = "setup_worker.py"
-"""Ray's program that applies the environment of a worker and then executes the worker's own."""
+"""Ray's program that applies the environment of a worker, if it has one of its own, and then executes PROGRAM."""
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 """Arguments of SETUP, after those of the worker's program."""
 PATIENCE_S = 300.0
 LAUNCHER = """#!{interpreter} -IS
 import json, os, socket, sys
 from array import array
-if any(word.endswith("/{setup}") for word in sys.argv[1:3]):
+if any(word.endswith(("/{setup}", "/{program}")) for word in sys.argv[1:3]):
     with socket.socket(socket.AF_UNIX) as server:
         server.connect({address!r})
         server.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", range({streams})))])
@@ -129,9 +132,15 @@ def forked_workers() -> Iterator[None]:
         return
     before, sys.executable = sys.executable, launcher(server())
     try:
-        yield
+        with patch.object(template, "imported", no_template):
+            yield
     finally:
         sys.executable = before
+
+
+def no_template(_: Sequence[str]) -> AbstractContextManager[None]:
+    """Stands for the run's own template where its workers are forked from here."""
+    return nullcontext()
 
 
 @cache
@@ -156,7 +165,8 @@ def server() -> str:
 def launcher(address: str) -> str:
     """Writes the launcher beside the server's address, and returns its path."""
     path = Path(f"{address}.launcher")
-    path.write_text(LAUNCHER.format(interpreter=sys.executable, setup=SETUP, address=address, streams=STREAMS))
+    values = {"interpreter": sys.executable, "setup": SETUP, "program": PROGRAM, "streams": STREAMS}
+    path.write_text(LAUNCHER.format(address=address, **values))
     path.chmod(0o700)
     return str(path)
 
@@ -240,13 +250,14 @@ def _program(module: str, arguments: list[str], environment: dict[str, str], fol
         serve(listener)
     listener.close()
     sys.executable = launcher(address)
+    template.imported = no_template
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _work(arguments: list[str], environment: dict[str, str], folder: str, handles: list[int]) -> None:
-    """Is a worker of Ray: does what SETUP does, then the worker's own program."""
-    context = next(word for word in arguments if word.startswith(CONTEXT)).removeprefix(CONTEXT)
+    """Is a worker of Ray: does what SETUP does, then PROGRAM."""
+    context = next((word for word in arguments if word.startswith(CONTEXT)), "").removeprefix(CONTEXT)
     first = next(index for index, word in enumerate(arguments) if word.endswith(".py") and not word.endswith(SETUP))
     _begin(environment | json.loads(context or "{}").get("env_vars", {}), folder, handles)
     sys.argv = [word for word in arguments[first:] if not word.startswith((CONTEXT, LANGUAGE))]

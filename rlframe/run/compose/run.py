@@ -7,6 +7,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
+from rlframe.cluster import template
 from rlframe.cluster.joined import job
 from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.watchdog import watching, work
@@ -20,6 +21,7 @@ from rlframe.loops.reporting.summary import closing_paragraph
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption
 from rlframe.loops.stop import Stop
+from rlframe.megatron.cpu import platform
 from rlframe.run.compose.modes.evaluate import evaluate
 from rlframe.run.compose.modes.generate import generate
 from rlframe.run.compose.modes.self_test import self_test, without_learning
@@ -35,6 +37,15 @@ from rlframe.utils.process import garbage
 from rlframe.utils.registry import find
 
 logger = logging.getLogger(__name__)
+IMPORTED = (
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "rlframe.rollout.transformers.engine",
+    "rlframe.weight_sync.endpoints",
+)
+"""Modules that engines import and ranks bear. Not Megatron, before which a rank prepares torch, nor Ray, which reads
+the environment when it is imported, nor Arrow, which starts a thread."""
 
 
 def run(
@@ -100,6 +111,7 @@ def run_on(
     ):
         reaper = stack.enter_context(reaping(config.cluster.stall_warning_s))
         watchdog.beat, watchdog.leaving = reaper.beat, reaper.leave
+        forks(config, stack)
         parts = Parts(config, algorithm.requirements, stack, start_up, callbacks)
         start_up.done("imports and checks")
         if not trains:
@@ -138,6 +150,14 @@ def run_on(
         )
         callbacks.on_end()
         return loop.results
+
+
+def forks(config: RunConfig, stack: ExitStack) -> None:
+    """Has workers forked, until `stack` is closed, where they all need what an engine of transformers imports: a Ray of
+    our own on a machine without GPUs."""
+    alone = not config.cluster.joins and not config.cluster.runtime_env.for_ray()
+    if alone and config.rollout.name == "transformers" and platform.resolve(config.cluster.device).type == "cpu":
+        stack.enter_context(template.imported(IMPORTED))
 
 
 def without_training(parts: Parts, algorithm: Algorithm, stop: Stop) -> dict[str, float]:

@@ -39,6 +39,12 @@ def test_ray_asks_for_a_token_of_this_run_that_is_written_nowhere(program: Progr
     assert not any(token in " ".join(process.cmdline()) for process in program.started())
 
 
+def test_workers_are_forked_from_one_process_that_has_imported_for_them(program: Program) -> None:
+    (template,) = (each.pid for each in program.started() if "-m rlframe.cluster.template" in " ".join(each.cmdline()))
+    for title in ("ray::MegatronWorker", "ray::RolloutWorker", "ray::RunnerWorker"):
+        assert {each.ppid() for each in program.started() if titled(each, title)} == {template}, title
+
+
 def test_who_asks_a_run_by_a_signal_gets_a_report_and_an_audit(program: Program) -> None:
     """Ray has not taken the signal for itself."""
     os.kill(program.process.pid, signal.SIGUSR1)

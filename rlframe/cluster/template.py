@@ -1,0 +1,161 @@
+"""A process that has imported what several workers need, and forks them: `python -m rlframe.cluster.template FD MODULE
+...`.
+
+On a machine without GPUs, imports are most of a short run's start, and each worker does the same ones. The template
+does them once, beside the driver's own work. A Ray that is started meanwhile starts workers by a launcher, which asks
+the template for a fork. Whatever else Ray starts with it, and every worker if the template is gone, begins as a fresh
+interpreter.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlframe.cluster.environment import FOR_WORKERS
+
+PROGRAM = "default_worker.py"
+"""Ray's program of a worker. One with an environment of its own has another one before it, and begins afresh."""
+END_S = 15.0
+"""Seconds that a killed process may take to end."""
+STREAMS = 3
+"""Standard input, output and error."""
+LAUNCHER = """
+import json, os, socket, sys
+from array import array
+asked = b""
+if sys.argv[1:] and sys.argv[1].endswith("/{program}"):
+    try:
+        with socket.socket(socket.AF_UNIX) as template:
+            template.connect({address!r})
+            template.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", range({streams})))])
+            template.sendall(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode())
+            template.shutdown(socket.SHUT_WR)
+            asked = template.recv(1)
+    except OSError:
+        pass
+if not asked:
+    os.execv({interpreter!r}, [{interpreter!r}, *sys.argv[1:]])
+"""
+
+
+class _Present:
+    """The launcher of this process's template."""
+
+    launcher: str | None = None
+
+
+@contextmanager
+def imported(modules: Sequence[str]) -> Iterator[None]:
+    """Has a template inside the `with` block that imports `modules`, from now on. None of them may start a thread."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        address = f"{folder}/template"
+        try:
+            listener.bind(address)
+        except OSError:
+            # The path of the system's folder for temporary files is too long for a socket.
+            yield
+            return
+        listener.listen()
+        template = subprocess.Popen(
+            [sys.executable, "-m", "rlframe.cluster.template", str(listener.fileno()), *modules],
+            env=os.environ | FOR_WORKERS | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            # Neither Ctrl-C nor a signal to the run's process group reaches it, as Ray's own processes.
+            start_new_session=True,
+        )
+        # Of a socket that only the template holds, a launcher learns that it is gone.
+        listener.close()
+        launcher = written(folder, address)
+        # Programs in that folder may be forbidden.
+        _Present.launcher = launcher if os.access(launcher, os.X_OK) else None
+        try:
+            yield
+        finally:
+            _Present.launcher = None
+            template.kill()
+            template.wait(END_S)
+            assert template.stdin
+            template.stdin.close()
+
+
+def written(folder: str, address: str) -> str:
+    """Writes the launcher, and returns its path. Ray starts it as it would start the interpreter."""
+    source, path = Path(folder) / "launcher.py", Path(folder) / "launcher"
+    values = {"program": PROGRAM, "address": address, "streams": STREAMS, "interpreter": sys.executable}
+    source.write_text(LAUNCHER.format(**values))
+    # A line `#!` with the interpreter's own path may be too long for the system.
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(str(source))} "$@"\n')
+    path.chmod(0o700)
+    return str(path)
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Has a Ray that is started inside the `with` block ask the template for its workers, if there is one."""
+    before = sys.executable
+    sys.executable = _Present.launcher or before
+    try:
+        yield
+    finally:
+        sys.executable = before
+
+
+def main() -> None:
+    """Imports the modules, and forks a worker for each request until standard input ends."""
+    listener, modules = socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    if len(os.listdir("/proc/self/task")) > 1:
+        # A fork of a process with threads may hang. Without a template, workers begin afresh.
+        return
+    # Nobody waits for the workers here.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while sys.stdin.fileno() not in (ready := select.select([listener, sys.stdin], [], [])[0]):
+        assert listener in ready
+        connection, _ = listener.accept()
+        with connection:
+            _, streams, _, _ = socket.recv_fds(connection, 1, STREAMS)
+            with connection.makefile("rb") as file:
+                asked = file.read()
+            # Whoever asks may be killed while it does.
+            if asked.endswith(b"]"):
+                connection.send(b".")
+                if os.fork() == 0:
+                    connection.close()
+                    listener.close()
+                    arguments, environment, place = json.loads(asked)
+                    return work(arguments, environment, place, streams)
+        for stream in streams:
+            os.close(stream)
+
+
+def work(arguments: list[str], environment: dict[str, str], folder: str, streams: list[int]) -> None:
+    """Does in a new process what an interpreter does that starts with these arguments."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What the start of a run leaves out: workers are forked, or fresh interpreters where they cannot be, and the driver
+imports no code of models."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.environment import FOR_WORKERS
+from rlframe.cluster.placement import reserve
+from rlframe.cluster.roles import Topology, policy
+from rlframe.cluster.runtime import running
+from rlframe.cluster.template import imported
+from rlframe.cluster.worker import Worker
+from rlframe.cluster.worker_group import WorkerGroup
+from tests.until import until
+
+MODULE = "xml.sax"
+"""A module that a worker has only because the template imported it."""
+
+
+class Subject(Worker):
+    """Tells how its process began."""
+
+    def began(self) -> tuple[dict[str, str | None], int, str, bool]:
+        """Variables of every worker, torch's threads, the folder of the program, and whether MODULE was imported."""
+        variables = {name: os.environ.get(name) for name in FOR_WORKERS}
+        return variables, torch.get_num_threads(), sys.path[0], MODULE in sys.modules
+
+
+def test_workers_are_forked_unless_they_need_an_environment_of_their_own_or_the_template_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with imported([MODULE]), running(ClusterConfig(), num_devices=2):
+        (template,) = (each for each in psutil.Process().children() if "rlframe.cluster.template" in each.cmdline())
+        placement = reserve(Topology((policy(2),)), gpu=False, timeout_s=60)
+
+        def group(**variables: str) -> WorkerGroup[Subject]:
+            slots = [replace(slot, environment=variables) for slot in placement.policy]
+            return WorkerGroup(
+                Subject, role="policy", slots=slots, log_folder=str(tmp_path), num_threads=2,
+                start_timeout_s=60, call_timeout_s=30,
+            )  # fmt: skip
+
+        def parents(group: WorkerGroup[Subject]) -> list[bool]:
+            return [psutil.Process(info.pid).ppid() == template.pid for info in group.infos]
+
+        own = group(ITS_OWN="1")
+        assert parents(own) == [False, False]
+        answers = own.wait(own.ask_all(Subject.began), doing="asking")
+        fresh = (FOR_WORKERS | {"OMP_NUM_THREADS": "2"}, 2, answers[0][2], False)
+        assert answers == [fresh, fresh]
+        own.stop()
+        forked = group()
+        assert parents(forked) == [True, True]
+        answers = forked.wait(forked.ask_all(Subject.began), doing="asking")
+        assert answers == [(*fresh[:-1], True)] * 2, "otherwise as a fresh one"
+        assert os.environ["OMP_NUM_THREADS"] == "7", "the driver's is its own"
+        template.kill()
+        until(lambda: template.status() == psutil.STATUS_ZOMBIE)
+        forked.replace(1)
+        assert forked.wait([forked.ask(1, Subject.began)], doing="asking", ranks=[1]) == [fresh]
+
+
+def test_the_tokenizer_of_an_embedded_model_does_not_need_the_code_of_models() -> None:
+    program = (
+        "import sys; from rlframe.models import hub, tokenizer; tokenizer.load(hub.EMBEDDED / 'qwen3_moe_tiny'); "
+        "print(sorted({'transformers.modeling_utils', 'transformers.generation.utils'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"

@@ -113,6 +113,8 @@ def verl_async_settings(workload: Workload, folder: Path, run: Path, *, steps: i
     return settings | {
         "actor_rollout_ref.hybrid_engine": "False",
         "actor_rollout_ref.actor.ppo_mini_batch_size": workload.prompts,
+        # This mode makes the optimizer before it counts its steps, which are -1 then; Megatron-Core refuses that.
+        "actor_rollout_ref.actor.optim.total_training_steps": steps + 3,
         "actor_rollout_ref.rollout.gpu_memory_utilization": 0.8,
         "actor_rollout_ref.rollout.n": workload.group,
         "data.train_batch_size": 0,

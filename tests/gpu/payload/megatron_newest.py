@@ -3,8 +3,8 @@
     python tests/gpu/payload/megatron_newest.py OUT
 
 writes OUT/part0, a tar of two folders that go on PYTHONPATH before the packages that the host has, and
-OUT/versions.json. `extras` has flash-linear-attention's kernels, one configuration of each (below), and what the tests
-import; `newest` has Megatron-Core. The host has Python 3.12 on x86-64.
+OUT/versions.json. `extras` has flash-linear-attention's kernels, one configuration of each (below), and what tests, the
+search recipe and reports import; `newest` has Megatron-Core. The host has Python 3.12 on x86-64.
 
     mkdir -p ~/overlay && tar xJf part0 -C ~/overlay
     PYTHONPATH=~/overlay/extras:~/site ...                       (its own Megatron-Core)
@@ -25,7 +25,16 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 NEWEST = ("megatron-core==0.19.2",)
-EXTRAS = ("fla-core==0.6.0", "einops>=0.8", "beartype>=0.20", "jaxtyping>=0.3", "wadler-lindig>=0.1")
+EXTRAS = (
+    "fla-core==0.6.0",
+    "einops>=0.8",
+    "beartype>=0.20",
+    "jaxtyping>=0.3",
+    "wadler-lindig>=0.1",
+    "bm25s>=0.3.16,<0.4",
+    "plotly>=6,<8",
+    "narwhals>=1.15",
+)
 WHEELS = ("--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64", "any")
 LIMIT_BYTES = 40_000_000

@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,14 @@ from rlframe.rollout.vllm.config import VllmConfig, slot_rank
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
-from rlframe.utils.process.early import EarlyProcess
+from rlframe.utils.process.early import EarlyContext, EarlyProcess
 
 logger = logging.getLogger(__name__)
 
-CORE_ANYWHERE = ("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor", "rlframe.rollout.vllm.worker")
-CORE = {
-    True: (*CORE_ANYWHERE, "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner"),
-    False: (*CORE_ANYWHERE, "vllm.v1.worker.cpu_worker"),
-}
-"""Modules of vLLM's core, by whether it runs on CUDA."""
+WORKER = {True: ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner"), False: ("vllm.v1.worker.cpu_worker",)}
+"""Modules of vLLM's workers, by whether they run on CUDA."""
+WORKERS_START = "vllm.v1.executor.multiproc_executor"
+"""Module of vLLM that starts the workers of several devices."""
 EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
 HEAD_IN_FLOAT32 = {"head_dtype": "float32"}
 """Entries of vLLM's `hf_overrides` that keep logits in float32: the weight stays as it is (vLLM 0.26 to 0.32,
@@ -191,32 +189,45 @@ def register_here(folder: Path) -> None:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-def early_core(folder: Path, *, cuda: bool) -> EarlyProcess:
-    """Returns the process of vLLM's core, which imports vLLM at once.
+def early_core(folder: Path, *, cuda: bool, tp: int) -> EarlyProcess:
+    """Returns the process of vLLM's core, which imports vLLM at once, as do the processes of `tp` workers below it.
 
     vLLM makes its configuration and then starts its core in a new interpreter, which would begin with the import that
-    this process has just done: 15 s after 15 s on a machine with an H200.
+    this process has just done: 15 s after 15 s on a machine with an H200. Workers of several devices begin with it
+    again, after the core: 26 s on a machine with four.
     """
-    return EarlyProcess(f"from {__name__} import import_core; import_core({str(folder)!r}, cuda={cuda})")
+    return EarlyProcess(f"from {__name__} import import_core; import_core({str(folder)!r}, cuda={cuda}, tp={tp})")
 
 
-def import_core(folder: str, *, cuda: bool) -> None:
+def import_core(folder: str, *, cuda: bool, tp: int) -> None:
     """Imports what vLLM's core needs: vLLM, its worker, and the class of the model in `folder`."""
-    for module in CORE[cuda]:
+    program = f"from {__name__} import import_worker; import_worker({folder!r}, cuda={cuda}, also={WORKERS_START!r})"
+    workers = [EarlyProcess(program) for _ in range(tp)] if tp > 1 else []
+    import_worker(folder, cuda=cuda, also="vllm.v1.engine.core")
+    if workers:
+        replace_context(WORKERS_START, partial(EarlyContext, workers))
+
+
+def import_worker(folder: str, *, cuda: bool, also: str) -> None:
+    """Imports what a worker of vLLM needs: its modules, those of rlframe, and the class of the model in `folder`.
+
+    Args:
+        also: a module besides.
+    """
+    for module in (also, "vllm.v1.executor.uniproc_executor", "rlframe.rollout.vllm.worker", *WORKER[cuda]):
         importlib.import_module(module)
     register_here(Path(folder))
 
 
-def send_core(early: EarlyProcess) -> None:
-    """Makes vLLM start its core in `early`.
+def replace_context(module: str, context: Callable[[], EarlyContext]) -> None:
+    """Makes a module of vLLM start its processes by another context of multiprocessing.
 
     vLLM 0.26 to 0.32 offer `fork` and `spawn` only (`vllm.utils.system_utils.get_mp_context`). Not needed any more once
-    vLLM can be told which context of multiprocessing to use.
+    vLLM can be told which context to use.
     """
-    from vllm.v1.engine import utils
-
-    assert callable(getattr(utils, "get_mp_context", None)), "vLLM starts its core in another way than 0.26 to 0.32"
-    utils.get_mp_context = early.context  # pyright: ignore[reportPrivateImportUsage]
+    starts = vars(importlib.import_module(module))
+    assert callable(starts.get("get_mp_context")), f"{module} starts processes in another way than vLLM 0.26 to 0.32"
+    starts["get_mp_context"] = context
 
 
 async def launch(arguments: Any, early: EarlyProcess) -> Any:
@@ -229,7 +240,7 @@ async def launch(arguments: Any, early: EarlyProcess) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    send_core(early)
+    replace_context("vllm.v1.engine.utils", early.context)
     engine = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
     if not early.used:
         logger.warning("vLLM's core was started anew, which takes longer: the process %d did not fit", early.pid)

@@ -6,17 +6,21 @@ then starts is sent there, as multiprocessing sends it to a new interpreter. Not
 untouched as there.
 """
 
-import fcntl
 import io
 import os
 import select
+import socket
 import sys
-import termios
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import reduction, resource_tracker, spawn, util
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any
+
+FIRST_FILE, MOST_FILES = 200, 16
+"""Number of the first file that comes with a process object, above those that an interpreter opens for imports, and the
+greatest number of such files."""
 
 
 class EarlyProcess:
@@ -31,20 +35,21 @@ class EarlyProcess:
         """
         tracker = resource_tracker.getfd()
         ends, child_ends = os.pipe()
-        child_reads, data = os.pipe()
+        self.channel, child = socket.socketpair()
+        child_reads = child.fileno()
         # The program is the last argument but one; after it comes multiprocessing's own mark.
         *options, program, mark = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_reads)
-        wait = f"from {__name__} import wait; wait({child_reads})"
-        program = f"import sys; sys.path[:] = {sys.path!r}; {first}; {wait}; {program}"
+        known = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import share, wait; share({tracker})"
+        program = f"{known}; {first}; wait({child_reads}); {program}"
         self.executable = spawn.get_executable()
         try:
             passed = [tracker, child_reads, child_ends]
             self.pid = util.spawnv_passfds(os.fsencode(self.executable), [*options, program, mark], passed)
         finally:
-            os.close(child_reads)
+            child.close()
             os.close(child_ends)
-        # Files, which are closed with this object.
-        self.data, self.ends = os.fdopen(data, "wb"), os.fdopen(ends, "rb")
+        # A file, which is closed with this object, as the channel is.
+        self.ends = os.fdopen(ends, "rb")
         self.used = False
         """Whether a process object has been sent there."""
 
@@ -56,18 +61,18 @@ class EarlyProcess:
 
     def context(self) -> "EarlyContext":
         """Returns a context of multiprocessing whose first process runs in this one."""
-        return EarlyContext(self)
+        return EarlyContext([self])
 
 
 class EarlyContext(SpawnContext):
-    """`spawn`, with one interpreter started early."""
+    """`spawn`, with some interpreters started early."""
 
-    def __init__(self, early: EarlyProcess):
+    def __init__(self, early: Sequence[EarlyProcess]):
         super().__init__()
         self._early = early
 
     def Process(self, *arguments: Any, **named: Any) -> "LateProcess":  # noqa: N802 - multiprocessing's name
-        """Returns a process that is sent to the early one, or spawned where that cannot take it."""
+        """Returns a process that is sent to the first early one that can take it, or spawned where none can."""
         process = LateProcess(*arguments, **named)
         process.early = self._early
         return process
@@ -76,13 +81,14 @@ class EarlyContext(SpawnContext):
 class LateProcess(SpawnProcess):
     """A process object that runs in an early process, with the environment that its parent has when it starts it."""
 
-    early: EarlyProcess | None = None
+    early: Sequence[EarlyProcess] = ()
     environment: dict[str, str] | None = None
 
     @staticmethod
     def _Popen(process_obj: Any) -> Popen:  # noqa: N802 - multiprocessing's name
-        early, process_obj.early = process_obj.early, None
-        if early is None or not early.can_take():
+        early = next((each for each in process_obj.early if each.can_take()), None)
+        process_obj.early = ()
+        if early is None:
             return Popen(process_obj)
         process_obj.environment = dict(os.environ)
         return Sent(process_obj, early)
@@ -103,25 +109,29 @@ class Sent(Popen):
     """The handle of a process object that is sent to an early interpreter, or spawned if it cannot be."""
 
     def __init__(self, process_obj: LateProcess, early: EarlyProcess):
-        self._early = early
+        self._early: EarlyProcess | None = early
         super().__init__(process_obj)
 
+    def duplicate_for_child(self, fd: int) -> int:
+        """Returns the number that a file of this process will have in the other one."""
+        number: int = super().duplicate_for_child(fd)
+        return number if self._early is None else FIRST_FILE + len(self._fds) - 1
+
     def _launch(self, process_obj: LateProcess) -> None:
-        message = self._pickled(process_obj)
-        if self._fds:
-            # Files, which an interpreter that runs already cannot inherit.
-            self._fds = []
+        message, early = self._pickled(process_obj), self._early
+        assert early is not None
+        if len(self._fds) > MOST_FILES:
+            self._fds, self._early = [], None
             super()._launch(process_obj)  # pyright: ignore[reportAttributeAccessIssue]
             return
-        early = self._early
         early.used = True
         self.pid, self.sentinel = early.pid, os.dup(early.ends.fileno())
         # The process sees from the other end of this one that its parent lives.
-        self.finalizer = util.Finalize(self, close_files, (os.dup(early.data.fileno()), self.sentinel))
-        with suppress(BrokenPipeError):
+        self.finalizer = util.Finalize(self, close_files, (os.dup(early.channel.fileno()), self.sentinel))
+        with suppress(BrokenPipeError, ConnectionResetError):
             # If it has ended, its sentinel says so.
-            early.data.write(message)
-            early.data.flush()
+            socket.send_fds(early.channel, [b"."], self._fds)
+            early.channel.sendall(message)
 
     def _pickled(self, process_obj: LateProcess) -> bytes:
         """Returns what a spawned interpreter reads first: how to prepare itself, and the process object."""
@@ -141,8 +151,20 @@ def close_files(*files: int) -> None:
         os.close(file)
 
 
-def wait(pipe: int) -> None:
-    """Waits until something comes through `pipe`. Ends this process if nothing can come any more."""
-    select.select([pipe], [], [])
-    if not any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):
+def share(tracker: int) -> None:
+    """Makes this process use its parent's tracker of resources, as `spawn_main` does later, for processes that it
+    starts before."""
+    resource_tracker._resource_tracker._fd = tracker  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def wait(channel: int) -> None:
+    """Waits until a process object comes through `channel`, and opens the files that it needs by their numbers. Ends
+    this process if nothing can come any more."""
+    with socket.socket(fileno=os.dup(channel)) as end:
+        begun, files, _, _ = socket.recv_fds(end, 1, MOST_FILES)
+    if not begun:
         sys.exit(0)
+    for number, file in enumerate(files, FIRST_FILE):
+        assert not os.path.exists(f"/proc/self/fd/{number}"), f"file {number} is not open yet"
+        os.dup2(file, number)
+        os.close(file)

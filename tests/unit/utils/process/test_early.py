@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from multiprocessing import spawn
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Lock
 from pathlib import Path
 
 import pytest
 
 from rlframe.cluster.watch.sight import State
-from rlframe.utils.process.early import EarlyProcess
+from rlframe.utils.process.early import MOST_FILES, EarlyContext, EarlyProcess
 from tests.until import until, until_state
 
 pytestmark = pytest.mark.later
@@ -71,14 +73,53 @@ def test_an_interpreter_that_has_failed_or_would_be_another_one_is_not_used(monk
     assert not waiting.can_take()
 
 
-def test_a_process_that_inherits_files_is_spawned() -> None:
+def answer(asked: Connection, said: Connection, turn: Lock) -> None:
+    """What a process does that has files and a lock of its parent."""
+    with turn:
+        said.send_bytes(asked.recv_bytes()[::-1])
+
+
+def test_files_of_its_parent_come_with_a_process() -> None:
     early = EarlyProcess("pass")
-    ours, theirs = multiprocessing.Pipe()
-    process = early.context().Process(target=theirs.send_bytes, args=(b"said",))
+    context = early.context()
+    (asks, asked), (hears, said), turn = context.Pipe(), context.Pipe(), context.Lock()
+    process = context.Process(target=answer, args=(asked, said, turn))
     process.start()
-    assert ours.recv_bytes() == b"said"
+    for end in (asked, said):
+        end.close()
+    asks.send_bytes(b"abc")
+    assert hears.recv_bytes() == b"cba"
+    process.join()
+    assert early.used and process.pid == early.pid and process.exitcode == 0
+
+
+def test_a_process_with_very_many_files_is_spawned() -> None:
+    early = EarlyProcess("pass")
+    pipes = [multiprocessing.Pipe() for _ in range(MOST_FILES + 1)]
+    process = early.context().Process(target=send_each, args=([theirs for _, theirs in pipes],))
+    process.start()
+    assert [ours.recv_bytes() for ours, _ in pipes] == [bytes([number]) for number in range(len(pipes))]
     process.join()
     assert not early.used and process.pid != early.pid
+
+
+def send_each(ends: list[Connection]) -> None:
+    """Sends the number of each end through it."""
+    for number, end in enumerate(ends):
+        end.send_bytes(bytes([number]))
+
+
+def test_processes_are_sent_to_one_early_interpreter_after_the_other() -> None:
+    early = [EarlyProcess("pass"), EarlyProcess("raise SystemExit(1)"), EarlyProcess("pass")]
+    until(lambda: not early[1].can_take())
+    context = EarlyContext(early)
+    processes = [context.Process(target=os.getpid) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.pid for process in processes[:2]] == [early[0].pid, early[2].pid]
+    assert processes[2].pid not in {each.pid for each in early} and processes[2].exitcode == 0
 
 
 def test_it_ends_with_its_parent_however_that_ends() -> None:

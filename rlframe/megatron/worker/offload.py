@@ -27,19 +27,23 @@ class SleepingMemory:
     other holders (Megatron's buckets, Adam's state) need not be told. On a CPU the same code runs.
     """
 
-    def __init__(self, model: Model, optimizer: MegatronOptimizer):
-        """Reserves host memory for main weights and moments, pinned and touched, so that no sleep waits for it."""
+    def __init__(self, model: Model, optimizer: MegatronOptimizer, *, moments: torch.dtype):
+        """Reserves host memory for main weights and moments, pinned and touched, so that no sleep waits for it.
+
+        Args:
+            moments: number format of Adam's moments.
+        """
         self.model, self.optimizer = model, optimizer
         self.device = next(iter(model.parameters.values())).device
         self._asleep: list[tuple[UntypedStorage, int]] | None = None
         self._gradients: list[tuple[UntypedStorage, int]] = []
         self._chunks: list[Tensor] = []
-        # Main weights and Muon's momentum exist; Adam creates its two moments, at most float32, at the first step.
+        # Main weights and Muon's momentum exist; Adam creates its two moments at the first step.
         shards = [
             parameter for part in parts(optimizer) for parameter in parameters_of(part) if not part.state.get(parameter)
         ]
         elements = sum(parameter.numel() for parameter in shards if parameter.device == self.device)
-        self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * 4 * elements)
+        self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * moments.itemsize * elements)
         # From here on what sleeps fills its blocks, before a forward pass puts anything of its own beside it.
         self.sleep()
         self.wake()
@@ -79,6 +83,11 @@ class SleepingMemory:
         self._asleep = None
         return moved
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are reserved."""
+        return sum(chunk.numel() for chunk in self._chunks)
+
     def _moved(self, begun: float) -> Moved:
         assert self._asleep is not None
         return Moved(
@@ -110,7 +119,7 @@ class SleepingMemory:
 
     def _reserve(self, num_bytes: int) -> None:
         """Grows the host memory to at least this many bytes."""
-        missing = num_bytes - sum(chunk.numel() for chunk in self._chunks)
+        missing = num_bytes - self.host_bytes
         while missing > 0:
             size = min(missing, CHUNK_BYTES)
             # Zeros: the pages are touched now, not in the first sleep.

@@ -27,6 +27,7 @@ from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.messages.setup import TrainerSetup
 from rlframe.megatron.model import forward, model
+from rlframe.megatron.model.training_fields import MOMENT_DTYPES
 from rlframe.megatron.proof import replicas
 from rlframe.megatron.proof.constant import ConstantWeights
 from rlframe.megatron.worker import optimizer, overlap, parallel
@@ -85,7 +86,9 @@ class Trainer:
         self.expert_load = ExpertLoad(self.model)
         self.norms = Norms(self.model, self.optimizer)
         overlap.prepare(self.model, setup.train)
-        self.sleeping = SleepingMemory(self.model, self.optimizer) if setup.train.offload_optimizer else None
+        moments = MOMENT_DTYPES[setup.train.optimizer.moment_dtype]
+        sleeps = setup.train.offload_optimizer
+        self.sleeping = SleepingMemory(self.model, self.optimizer, moments=moments) if sleeps else None
         self.staged: Staged | None = None
         self.host_copy = HostMemory(setup.device)
         self.teacher = frozen_model(setup.teacher, setup.train, device=setup.device) if setup.teacher else None

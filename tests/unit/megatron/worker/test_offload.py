@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlframe.megatron.worker.offload import SleepingMemory, whole_blocks
+from rlframe.megatron.worker.offload import BLOCK_BYTES, SleepingMemory, whole_blocks
 
 MIB = 1 << 20
+ELEMENTS = 3 * MIB + 5
 
 
 def test_large_tensors_fill_their_blocks_and_small_ones_stay():
@@ -22,29 +23,49 @@ def test_large_tensors_fill_their_blocks_and_small_ones_stay():
     ]
 
 
+class Policy:
+    """One weight with its gradient, and Adam."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+        # As the platform of ranks on a CPU has it.
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        generator = torch.Generator().manual_seed(0)
+        self.main = torch.nn.Parameter(torch.randn(ELEMENTS, generator=generator).to(dtype))
+        self.adam = torch.optim.Adam([self.main])
+        self.gradients = torch.ones(ELEMENTS)
+        chunk: Any = SimpleNamespace(
+            parameters=list, buffers=[SimpleNamespace(grad_data=self.gradients)], expert_parallel_buffers=[]
+        )
+        model: Any = SimpleNamespace(chunks=[chunk], parameters={"weight": torch.zeros(1)})
+        optimizer: Any = SimpleNamespace(optimizer=self.adam)
+        self.sleeping = SleepingMemory(model, optimizer, moments=dtype)
+
+    def step(self) -> None:
+        self.main.grad = torch.ones_like(self.main)
+        self.adam.step()
+
+
 def test_what_slept_is_back_in_whole_blocks_however_often(monkeypatch: pytest.MonkeyPatch):
-    # As the platform of ranks on a CPU has it.
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    elements = 3 * MIB + 5
-    parameter = torch.randn(elements, generator=torch.Generator().manual_seed(0))
-    adam = torch.optim.Adam([torch.nn.Parameter(parameter.clone())])
-    gradients = torch.ones(elements)
-    chunk: Any = SimpleNamespace(
-        parameters=list, buffers=[SimpleNamespace(grad_data=gradients)], expert_parallel_buffers=[]
-    )
-    model: Any = SimpleNamespace(chunks=[chunk], parameters={"weight": torch.zeros(1)})
-    optimizer: Any = SimpleNamespace(optimizer=adam)
-    sleeping = SleepingMemory(model, optimizer)
-    (main,) = adam.param_groups[0]["params"]
-    main.grad = torch.randn(elements)
-    adam.step()
-    expected = {key: value.clone() for key, value in adam.state[main].items()} | {"main": main.detach().clone()}
+    policy = Policy(monkeypatch, torch.float32)
+    policy.step()
+    main, moments = policy.main, policy.adam.state[policy.main]
+    expected = {key: value.clone() for key, value in moments.items()} | {"main": main.detach().clone()}
     for _ in range(2):
-        moved = sleeping.sleep()
-        assert moved.kept_bytes >= 3 * 4 * elements
-        assert main.untyped_storage().nbytes() == gradients.untyped_storage().nbytes() == 0
-        sleeping.wake()
-        found = dict(adam.state[main]) | {"main": main}
+        moved = policy.sleeping.sleep()
+        assert moved.kept_bytes >= 3 * 4 * ELEMENTS
+        assert main.untyped_storage().nbytes() == policy.gradients.untyped_storage().nbytes() == 0
+        policy.sleeping.wake()
+        found = dict(moments) | {"main": main}
         assert all(torch.equal(found[key], expected[key]) for key in expected)
-        sizes = {each.untyped_storage().nbytes() for each in (main, gradients, adam.state[main]["exp_avg"])}
+        sizes = {each.untyped_storage().nbytes() for each in (main, policy.gradients, moments["exp_avg"])}
         assert sizes == {14 * MIB}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_host_memory_is_what_sleeps_take_and_no_more(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    policy = Policy(monkeypatch, dtype)
+    begun = policy.sleeping.host_bytes
+    policy.step()
+    assert begun == 3 * dtype.itemsize * ELEMENTS
+    # Main weights came back in whole blocks.
+    assert policy.sleeping.sleep().kept_bytes == policy.sleeping.host_bytes <= begun + BLOCK_BYTES

@@ -25,10 +25,10 @@ Rows = Shaped[np.ndarray, "rows layers k"]
 
 
 class RouteCapture:
-    """Notes what the routers of a model choose in a step. It must be there before CUDA graphs are captured, which hold
-    its copies."""
+    """Notes what the routers of a model choose in a step. It must be there before the model first runs, because CUDA
+    graphs hold its copies."""
 
-    def __init__(self, model: Any, routers: Routers, *, num_tokens: int, device: torch.device):
+    def __init__(self, model: Any, routers: Routers, *, num_tokens: int):
         """
         Args:
             model: vLLM's model.
@@ -40,9 +40,11 @@ class RouteCapture:
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-        dtype = torch.uint8 if routers.dtype is np.uint8 else torch.int16
-        shape = (num_tokens, routers.num_layers, routers.experts_per_token)
-        self.chosen: Int[Tensor, "N layers k"] = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_tokens = num_tokens
+        self.shape = (routers.num_layers, routers.experts_per_token)
+        """Layers and k."""
+        self.dtype = routers.dtype
+        self.chosen: Int[Tensor, "N layers k"] | None = None
         """Experts of the step's tokens. Further rows are of earlier steps."""
         modules = [module for module in model.modules() if isinstance(module, MoERunner)]
         for module in modules:
@@ -60,6 +62,11 @@ class RouteCapture:
             )
 
     def _note(self, layer: int, experts: Int[Tensor, "N k"]) -> None:
+        if self.chosen is None:
+            # Not while the model is loaded, whose memory vLLM gives back when it sleeps; but before graphs, in vLLM's
+            # first run of the model.
+            dtype = torch.uint8 if self.dtype is np.uint8 else torch.int16
+            self.chosen = torch.zeros((self.num_tokens, *self.shape), dtype=dtype, device=experts.device)
         self.chosen[: len(experts), layer] = experts
 
 
@@ -91,10 +98,9 @@ class RouteRecord:
         """
         self._capture, self._runner = capture, runner
         self._group, block_size = full_attention_group(runner.kv_cache_config.kv_cache_groups)
-        shape = (runner.kv_cache_config.num_blocks, block_size, *capture.chosen.shape[1:])
         # Pages that no token has been in take no memory.
-        self._cache = np.zeros(shape, dtype=torch.zeros(0, dtype=capture.chosen.dtype).numpy().dtype)
-        self._flat = self._cache.reshape(-1, *shape[2:])
+        self._cache = np.zeros((runner.kv_cache_config.num_blocks, block_size, *capture.shape), dtype=capture.dtype)
+        self._flat = self._cache.reshape(-1, *capture.shape)
         self._keys: dict[str, str] = {}
         """Names of records by vLLM's name of a running request."""
         self._kept: dict[str, Rows] = {}
@@ -137,10 +143,11 @@ class RouteRecord:
         return self._of(self._blocks(name))[:num_rows]
 
     def _add(self) -> None:
-        if not self._num_tokens:
+        chosen = self._capture.chosen
+        if not self._num_tokens or chosen is None:
             return
         slots = self._runner.input_batch.block_table[self._group].slot_mapping.gpu[: self._num_tokens]
-        chosen, arrived = self._capture.chosen[: self._num_tokens], None
+        chosen, arrived = chosen[: self._num_tokens], None
         self._num_tokens = 0
         if chosen.is_cuda:
             slots, chosen = (each.to("cpu", non_blocking=True) for each in (slots, chosen))

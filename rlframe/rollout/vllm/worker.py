@@ -129,7 +129,6 @@ def capture_of(model: Any, vllm_config: Any) -> RouteCapture | None:
         model,
         Routers.of(load_family(folder).architecture(read_config(folder))),
         num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        device=next(model.parameters()).device,
     )
 
 

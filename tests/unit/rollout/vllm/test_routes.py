@@ -1,0 +1,94 @@
+"""The record of experts by their places in vLLM's cache, also where a later request has taken the place."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlframe.utils.errors import RlframeError
+
+pytest.importorskip("vllm")
+from rlframe.rollout.vllm.routes import RouteRecord, full_attention_group  # noqa: E402 - imports vLLM's cache
+
+pytestmark = pytest.mark.engine
+BLOCK = 4
+
+
+def spec() -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+class Worker:
+    """A model runner with a cache of three blocks, whose tokens go to an expert of their own."""
+
+    def __init__(self) -> None:
+        self.slots, self.chosen = torch.zeros(16, dtype=torch.int64), torch.zeros(16, 1, 1, dtype=torch.uint8)
+        self.requests: dict[str, Any] = {}
+        config = SimpleNamespace(num_blocks=3, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec())])
+        table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=self.slots))
+        runner = SimpleNamespace(
+            kv_cache_config=config, requests=self.requests, input_batch=SimpleNamespace(block_table=[table])
+        )
+        capture: Any = SimpleNamespace(chosen=self.chosen, shape=(1, 1), dtype=np.uint8)
+        self.record = RouteRecord(capture, runner)
+
+    def step(self, tokens: dict[str, list[int]], *, blocks: dict[str, list[int]], ended: Sequence[str] = ()) -> None:
+        """Computes tokens, given by their positions, of some requests."""
+        count = sum(map(len, tokens.values()))
+        self.record.schedule(SimpleNamespace(total_num_scheduled_tokens=count, finished_req_ids=ended))
+        for name in ended:
+            del self.requests[name]
+        places = []
+        for name, positions in tokens.items():
+            if name not in self.requests:
+                self.record.begin(name, f"record of {name}")
+            self.requests[name] = SimpleNamespace(block_ids=(blocks[name],))
+            places += [blocks[name][position // BLOCK] * BLOCK + position % BLOCK for position in positions]
+        self.slots[:count] = torch.tensor(places, dtype=torch.int64)
+        self.chosen[:count, 0, 0] = torch.tensor([self.number(name, at) for name in tokens for at in tokens[name]])
+
+    @staticmethod
+    def number(name: str, position: int) -> int:
+        return 50 * (ord(name) - ord("a")) + position
+
+    def expected(self, name: str, count: int) -> list[int]:
+        return [self.number(name, position) for position in range(count)]
+
+    def taken(self, name: str, count: int) -> list[int]:
+        return self.record.take(f"record of {name}", count).ravel().tolist()
+
+
+def test_a_request_has_its_experts_though_another_one_has_its_place_since() -> None:
+    worker = Worker()
+    worker.step({"a": [0, 1, 2], "b": [0]}, blocks={"a": [2], "b": [0]})
+    worker.step({"a": [3], "b": [1]}, blocks={"a": [2], "b": [0]})
+    worker.step({"a": [4]}, blocks={"a": [2, 1]}, ended=["b"])
+    # In the blocks of both; the last one has the token of a step whose request had ended already.
+    worker.step({"c": [0, 1, 2, 3, 4]}, blocks={"c": [0, 2]}, ended=["a"])
+    assert worker.taken("a", 5) == worker.expected("a", 5)
+    assert worker.taken("b", 2) == worker.expected("b", 2)
+    # The worker has not been told of its end.
+    assert worker.taken("c", 5) == worker.expected("c", 5)
+    assert worker.taken("c", 5) == []
+
+
+def test_a_record_that_nobody_wants_is_forgotten() -> None:
+    worker = Worker()
+    worker.step({"a": [0]}, blocks={"a": [0]})
+    worker.step({}, blocks={}, ended=["a"])
+    assert worker.taken("a", 0) == [] == worker.taken("a", 1)
+
+
+def test_a_cache_that_drops_tokens_is_refused() -> None:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    window = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=8)
+    groups = [SimpleNamespace(kv_cache_spec=each) for each in (window, spec())]
+    assert full_attention_group(groups) == (1, BLOCK)
+    with pytest.raises(RlframeError, match=r"no layer of vLLM's cache holds all tokens of a request"):
+        full_attention_group(groups[:1])

@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from shutil import copyfile
+from shutil import copyfile, copytree
 from typing import Any
 
 from async_rl import follow, stop
@@ -129,7 +129,7 @@ def watch(
     """Runs a configuration, whose output is `folder`/run, for `warm_up` + `count` steps.
 
     Args:
-        log: file of its messages.
+        log: file of its messages. The logs of its workers go into a folder of that name.
         limit_s: seconds after which it is ended, its start included.
 
     Raises:
@@ -146,6 +146,8 @@ def watch(
             steps = list(follow(folder / "run/metrics.jsonl", run, count=warm_up + count, until=begun + limit_s))
         finally:
             stop(run)
+            if (logs := folder / "run/logs").is_dir():
+                copytree(logs, log.with_suffix(""), dirs_exist_ok=True)
     if len(steps) < warm_up + min(count, 2):
         raise SystemExit(f"{log.stem}: {len(steps)} steps\n{log.read_text()[-6000:]}")
     timeline = [json.loads(line) for line in (folder / "run/timeline.jsonl").read_text().splitlines()]

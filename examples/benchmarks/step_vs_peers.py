@@ -289,8 +289,10 @@ def verl_records(
     """Yields what verl logs of each step, with the time `at` which it was written."""
     variables = one_gpu(arguments)
     if name == "verl_async":
+        # It takes two GPUs: those that this process sees.
         del variables["CUDA_VISIBLE_DEVICES"]
-        variables |= {key: os.environ[key] for key in ("CUDA_VISIBLE_DEVICES",) if key in os.environ}
+        if (seen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = seen
     variables |= {
         "PYTHONPATH": f"{PEERS}:{HERE}:{variables['PYTHONPATH']}",
         "VERL_FILE_LOGGER_PATH": str(run / "metrics.jsonl"),

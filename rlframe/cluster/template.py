@@ -143,15 +143,21 @@ def main() -> None:
             os.close(stream)
 
 
-def work(arguments: list[str], environment: dict[str, str], folder: str, streams: list[int]) -> None:
-    """Does in a new process what an interpreter does that starts with these arguments."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+def begin(environment: dict[str, str], folder: str, streams: list[int]) -> None:
+    """Gives this process, a fork, the standard streams, the environment and the folder of the process that it stands
+    for."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+
+
+def work(arguments: list[str], environment: dict[str, str], folder: str, streams: list[int]) -> None:
+    """Does in a new process what an interpreter does that starts with these arguments."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    begin(environment, folder, streams)
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).parent)
     runpy.run_path(arguments[0], run_name="__main__")

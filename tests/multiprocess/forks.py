@@ -265,12 +265,7 @@ def _work(arguments: list[str], environment: dict[str, str], folder: str, handle
 
 
 def _begin(environment: dict[str, str], folder: str, handles: list[int]) -> None:
-    for number, handle in enumerate(handles):
-        os.dup2(handle, number)
-        os.close(handle)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
+    template.begin(environment, folder, handles)
     if environment.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     if held.FOLDER in environment:

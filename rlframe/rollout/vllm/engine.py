@@ -123,6 +123,7 @@ class VllmEngine(ServedEngine):
         self._rpc(Extension.rlframe_start, pickle.dumps(adapter))
         # A step that checks drafts has several tokens of a request; vLLM returns their logprobs itself.
         records = config.speculative is None
+        assert records or not with_routes, "router replay with drafts is refused with the configuration"
         self._fetcher = Fetcher(partial(self._each_rank, Extension.rlframe_take)) if records else None
 
     def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:

@@ -227,7 +227,7 @@ def planned(case: Case, settings: list[str], folder: Path, device: str | None) -
     command += ["--config-name", case.recipe, *settings]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode or not file.exists():
-        raise SystemExit(f"{case.recipe}: no plan\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        raise SystemExit(f"{case.recipe}: no plan\n{done.stdout}{done.stderr[-3000:]}")
     plan = json.loads(file.read_text())
     return {
         "device": plan["device"],

@@ -129,7 +129,7 @@ def packed_routes(rollouts: Sequence[Rollout]) -> Shaped[Tensor, "T layers k"] |
     packed = torch.zeros(
         sum(rollout.num_tokens for rollout in rollouts),
         *found[0].shape[1:],
-        dtype=torch.from_numpy(found[0][:0]).dtype,
+        dtype=torch.from_numpy(np.empty(0, found[0].dtype)).dtype,
     )
     pieces = packed.split([rollout.num_tokens for rollout in rollouts])
     for piece, routes in zip(pieces, found, strict=True):

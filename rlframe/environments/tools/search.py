@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +55,8 @@ class Index:
     """Ranks documents by BM25."""
 
     def __init__(self, documents: list[Document]):
-        # An optional package.
-        from bm25s import BM25
-
         self.documents = documents
-        self._ranking = BM25()
+        self._ranking = ranking()
         words = [words_of(f"{document.title} {document.text}") for document in documents]
         self._ranking.index(words, show_progress=False)
         self._known = frozenset(word for each in words for word in each)
@@ -71,6 +69,28 @@ class Index:
         scores = np.asarray(self._ranking.get_scores(words))
         best = np.argsort(-scores, kind="stable")[:top_k]
         return [self.documents[number] for number in best if scores[number] > 0]
+
+
+def ranking() -> Any:
+    """Returns a new BM25 of bm25s, which is imported without JAX.
+
+    Workaround for bm25s 0.3.16 (https://github.com/xhluca/bm25s/blob/main/bm25s/selection.py): where JAX is installed,
+    its import computes on JAX's default device, which takes three quarters of a GPU's memory, and fails within the
+    limits of a session. Not needed any more once that file calls JAX in functions only.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    hidden = "jax" not in sys.modules
+    if hidden:
+        # The import of such a module is refused.
+        sys.modules["jax"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        from bm25s import BM25
+    finally:
+        if hidden:
+            del sys.modules["jax"]
+    return BM25()
 
 
 class Search(Tool):

@@ -52,6 +52,7 @@ def test_groups_may_be_unequal_and_hold_what_was_sampled_in_any_order() -> None:
     assert pack([]).num_sequences == 0
 
 
+@pytest.mark.filterwarnings("error:The given NumPy array is not writable")
 def test_routes_are_packed_with_a_row_for_the_last_token_which_has_none() -> None:
     rollouts = [
         Rollout(
@@ -66,6 +67,10 @@ def test_routes_are_packed_with_a_row_for_the_last_token_which_has_none() -> Non
         )
         for index in (1, 2)
     ]
+    for rollout in rollouts:
+        # As those are that came from another process.
+        assert rollout.routes is not None
+        rollout.routes.flags.writeable = False
     routes = pack(pairs(rollouts)).routes
     assert routes is not None and routes.dtype == torch.uint8
     assert routes[:, 0].tolist() == [[10, 11], [0, 0], [20, 21], [22, 23], [0, 0]]

@@ -2,12 +2,13 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlframe.environments.tools.search import Document, Index, Search, SearchConfig, passage
+from rlframe.environments.tools.search import Document, Index, Search, SearchConfig, passage, ranking
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 from tests.unit.environments.tools.test_tools import called, contents, session
@@ -54,6 +55,18 @@ def test_scores_are_those_of_bm25() -> None:
     rarity = math.log(1 + (2 - 1 + 0.5) / (1 + 0.5))
     score = rarity * 2 / (2 + 1.5 * (1 - 0.75 + 0.75 * 4 / 3))
     assert index._ranking.get_scores(["a"]).tolist() == pytest.approx([score, 0.0])
+
+
+def test_the_index_takes_no_gpu_for_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where JAX is installed, bm25s would compute with it when it is imported."""
+    package = tmp_path / "jax"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('no memory left for the default device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("bm25s", "jax")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert ranking().corpus is None
+    assert "jax" not in sys.modules
 
 
 def test_what_nobody_wrote_finds_nothing(corpus: Path) -> None:

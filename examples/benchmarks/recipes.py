@@ -129,7 +129,7 @@ def watch(
     """Runs a configuration, whose output is `folder`/run, for `warm_up` + `count` steps.
 
     Args:
-        log: file of its messages. The logs of its workers go into a folder of that name.
+        log: file of its messages. The logs of its workers, its metrics and its timeline go into a folder of that name.
         limit_s: seconds after which it is ended, its start included.
 
     Raises:
@@ -146,13 +146,21 @@ def watch(
             steps = list(follow(folder / "run/metrics.jsonl", run, count=warm_up + count, until=begun + limit_s))
         finally:
             stop(run)
-            if (logs := folder / "run/logs").is_dir():
-                copytree(logs, log.with_suffix(""), dirs_exist_ok=True)
+            keep(folder / "run", log.with_suffix(""))
     if len(steps) < warm_up + min(count, 2):
         raise SystemExit(f"{log.stem}: {len(steps)} steps\n{log.read_text()[-6000:]}")
     timeline = [json.loads(line) for line in (folder / "run/timeline.jsonl").read_text().splitlines()]
     first = next(phase["start_s"] for row in timeline for phase in row["phases"])
     return Watched(steps=steps, timeline=timeline, rc=run.returncode, start_s=first - begun)
+
+
+def keep(run: Path, folder: Path) -> None:
+    """Copies the logs of a run's workers into a folder, and what it wrote of its steps, however few they are."""
+    if (run / "logs").is_dir():
+        copytree(run / "logs", folder, dirs_exist_ok=True)
+        for name in ("metrics.jsonl", "timeline.jsonl"):
+            if (run / name).exists():
+                copyfile(run / name, folder / name)
 
 
 def overrides(case: Case, folder: Path, *, steps: int = WARM_UP + STEPS) -> list[str]:

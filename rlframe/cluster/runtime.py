@@ -5,13 +5,14 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, utils
 from ray._private.node import Node
 from ray._raylet import (
     AuthenticationMode,  # pyright: ignore[reportAttributeAccessIssue]
@@ -43,6 +44,8 @@ UNREAD = ("start_api_server", "start_log_monitor", "start_monitor")
 these processes find on one machine, and they take two seconds of every start."""
 NO_PRESTART = {"RAY_prestart_worker_first_driver": "0"}
 """Keeps Ray from starting workers in advance, none of which has the environment that actors need."""
+RAYLET_S, LOOK_S = 30.0, 0.02
+"""Seconds in which a raylet is there, as Ray allows, and between looks at whether it is."""
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -83,7 +86,7 @@ def start(environment: dict[str, Any], *, num_cpus: int) -> None:
     Raises:
         ConfigError: it did not start in the time that Ray gives itself.
     """
-    with alone(), inherited(), forking():
+    with alone(), noticed(), inherited(), forking():
         try:
             ray.init(
                 address=LOCAL,
@@ -164,19 +167,52 @@ def closed_to_others() -> Iterator[None]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Keeps a Ray that is started inside the `with` block from starting the processes of UNREAD.
+    """Keeps a Ray that is started inside the `with` block from starting the processes of UNREAD, and the raylet's agent
+    from importing what it serves to a dashboard, for which the raylet waits.
 
     Workaround for Ray 2.60, whose `ray.init` starts them whatever its arguments are; `include_dashboard=False` leaves
-    the dashboard's server running without its pages.
+    the dashboard's server running without its pages, and the agent with all its modules.
     """
     before = {name: getattr(Node, name) for name in UNREAD if hasattr(Node, name)}
+    dependencies = utils.get_dashboard_dependency_error
     for name in before:
         setattr(Node, name, _nothing)
+    # The agent is then started as where only a part of Ray is installed.
+    utils.get_dashboard_dependency_error = _no_dashboard
     try:
         yield
     finally:
+        utils.get_dashboard_dependency_error = dependencies
         for name, method in before.items():
             setattr(Node, name, method)
+
+
+@contextmanager
+def noticed() -> Iterator[None]:
+    """Makes a Ray that is started inside the `with` block go on as soon as its only raylet is there.
+
+    Workaround for Ray 2.60, which looks once a second. Not needed any more once `Node.__init__` returns within a tenth
+    of a second after the raylet has registered.
+    """
+    start_processes = Node.start_ray_processes
+
+    def start_and_wait(self: Node) -> None:
+        start_processes(self)
+        client, deadline = self.get_gcs_client(), time.monotonic() + RAYLET_S
+        # Ray says what is wrong with one that does not come.
+        while client and not client.get_all_node_info() and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+
+    Node.start_ray_processes = start_and_wait
+    try:
+        yield
+    finally:
+        Node.start_ray_processes = start_processes
+
+
+def _no_dashboard() -> ImportError:
+    """Returns why the modules of the dashboard cannot be imported."""
+    return ImportError("nobody reads a dashboard")
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -69,11 +69,12 @@ def faults(
     dp: int = 1,
     cp: int = 1,
     communication: str | None = None,
+    dynamic: bool = False,
     **stages: Any,
 ) -> list[Fault]:
     """Returns a fault for every reason why a parallel layout does not fit a model. The arguments are those of
     `shards_of_rank`, and of `Architecture.faults`."""
-    found = architecture.faults(tp=tp, ep=ep, etp=etp, cp=cp, communication=communication)
+    found = architecture.faults(tp=tp, ep=ep, etp=etp, cp=cp, communication=communication, dynamic=dynamic)
     try:
         chunk_layers(architecture.num_layers, pp=pp, **stages)
     except ValueError as error:

@@ -156,6 +156,10 @@ class ContextParallelConfig:
 
     communication: ContextCommunication = ContextCommunication.P2P
     """Way in which the ranks that share a sequence exchange keys and values. Gated delta nets always exchange heads."""
+    dynamic: bool = False
+    """Whether the sequences of a micro-batch are whole on a rank each, where that gives the ranks about as many tokens.
+    Then they exchange nothing in it. Others are shared as ever, those that are longer than a rank's micro-batch among
+    them."""
 
 
 class Dispatcher(StrEnum):

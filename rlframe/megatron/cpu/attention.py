@@ -15,7 +15,14 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from rlframe.megatron.cpu.attention_masks import masked_attention
-from rlframe.megatron.packed.context_parallel import gather_tokens, heads_to_tokens, positions_of_rank, tokens_to_heads
+from rlframe.megatron.packed.context_parallel import (
+    gather_tokens,
+    heads_to_tokens,
+    place_in,
+    positions_of_rank,
+    sharing,
+    tokens_to_heads,
+)
 
 
 class RmsNorm(torch.nn.Module):
@@ -182,8 +189,7 @@ def layout_of(packing: PackedSeqParams, *, whole: bool = False) -> PackedRows:
         whole: whether this rank computes whole sequences, though others share the tokens.
     """
     if not hasattr(packing, "layout"):
-        context = parallel_state.get_context_parallel_group()
-        split = (1, 0) if whole else (context.size(), context.rank())
+        split = (1, 0) if whole else place_in(sharing(packing))
         more_keys = None if packing.cu_seqlens_kv is packing.cu_seqlens_q else packing.cu_seqlens_kv
         packing.layout = PackedRows(packing.cu_seqlens_q, *split, more_keys)
     return packing.layout
@@ -238,8 +244,7 @@ class PackedAttention(torch.nn.Module):
     ):
         super().__init__()
         self.layer_number = layer_number
-        self.cp_group = parallel_state.get_context_parallel_group()
-        self.by_heads = cp_comm_type == "a2a" and self.cp_group.size() > 1
+        self.by_heads = cp_comm_type == "a2a"
         self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
@@ -261,10 +266,11 @@ class PackedAttention(torch.nn.Module):
         """Returns [T, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None and attention_bias is None
         bounds = packed_seq_params.cu_seqlens_q
-        if self.by_heads:
-            parts = (tokens_to_heads(tensor, bounds, self.cp_group) for tensor in (query, key, value))
-            return heads_to_tokens(self.attended(*parts, packed_seq_params), bounds, self.cp_group).flatten(1)
-        key, value = (gather_tokens(tensor, bounds, self.cp_group, alike=False) for tensor in (key, value))
+        group = sharing(packed_seq_params)
+        if self.by_heads and group:
+            parts = (tokens_to_heads(tensor, bounds, group) for tensor in (query, key, value))
+            return heads_to_tokens(self.attended(*parts, packed_seq_params), bounds, group).flatten(1)
+        key, value = (gather_tokens(tensor, bounds, group) for tensor in (key, value))
         return self.attended(query, key, value, packed_seq_params).flatten(1)
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams) -> Tensor:
@@ -273,19 +279,27 @@ class PackedAttention(torch.nn.Module):
         output = query.new_zeros(*query.shape[:-1], value.shape[-1])
         grids = layout_of(packing, whole=self.by_heads).grids
         chosen = getattr(packing, "chosen", {}).get(self.layer_number) or [grid.visible for grid in grids]
+        sinks = self.sinks(packing)
         for (query_rows, is_query, key_rows, _), visible in zip(grids, chosen, strict=True):
             grid_query, grid_key, grid_value = (
                 tensor[rows].transpose(1, 2)
                 for tensor, rows in ((query, query_rows), (key, key_rows), (value, key_rows))
             )  # [sequence, heads, position, head_dim]
-            grid = self.attend(grid_query, grid_key, grid_value, visible)
+            grid = self.attend(grid_query, grid_key, grid_value, visible, sinks)
             output = output.index_put((query_rows[is_query],), grid.transpose(1, 2)[is_query])
         return output
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+    def sinks(self, packing: PackedSeqParams) -> Tensor | None:
+        """Returns the sinks of the heads that this rank computes. None if the layer has none."""
+        group = sharing(packing) if self.by_heads else None
+        if self.softmax_offset is None or group is None:
+            return self.softmax_offset
+        return self.softmax_offset.chunk(group.size())[group.rank()]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
         """Returns [sequence, heads, position, value_dim] of one grid. If `visible` is None, each query attends to
         itself and all before it."""
-        if self.window is None and self.softmax_offset is None:
+        if self.window is None and sinks is None:
             return F.scaled_dot_product_attention(
                 query,
                 key,
@@ -298,9 +312,6 @@ class PackedAttention(torch.nn.Module):
         assert visible is None, (
             "checks refuse windows and sinks with shared prompts, and with context parallelism but by heads"
         )
-        sinks = self.softmax_offset
-        if sinks is not None and self.by_heads:
-            sinks = sinks.chunk(self.cp_group.size())[self.cp_group.rank()]
         return masked_attention(query, key, value, scale=self.softmax_scale, window=self.window, sinks=sinks)
 
     def sharded_state_dict(

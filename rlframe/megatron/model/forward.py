@@ -20,7 +20,6 @@ from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.model.mtp_loss import MtpLoss
 from rlframe.megatron.model.training_fields import token_multiple
-from rlframe.megatron.packed.context_parallel import gather_tokens
 from rlframe.megatron.packed.inputs import PackedInputs
 from rlframe.megatron.vocab import top_k
 from rlframe.megatron.vocab.chunked_head import ChunkedHead
@@ -122,8 +121,7 @@ def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
     Values that would move from one sequence into the next land on a first token, and are zeroed. Every context-parallel
     rank gets all of them.
     """
-    context = parallel_state.get_context_parallel_group()
-    whole = gather_tokens(values, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
+    whole = inputs.gathered(values, parallel_state.get_context_parallel_group())
     predicted = torch.ones(batch.num_tokens, *[1] * (whole.dim() - 1), device=values.device)
     predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0
     return torch.cat([whole.new_zeros(1, *whole.shape[1:]), whole])[: batch.num_tokens] * predicted
@@ -140,8 +138,7 @@ def token_rows(output: Tensor, inputs: PackedInputs) -> Tensor:
     if tensor.size() > 1:
         # Sequence parallelism: a head that is whole on each rank has been applied to the rank's tokens only.
         rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False, group=tensor)
-    context = parallel_state.get_context_parallel_group()
-    return gather_tokens(rows, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
+    return inputs.gathered(rows, parallel_state.get_context_parallel_group())
 
 
 def output_reader(
@@ -357,7 +354,12 @@ def run(
     def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
         mark(f"forward {next(numbers)} of {len(microbatches) * len(model.chunks)} micro-batches")
         microbatch = next(iterator).to(device)
-        inputs = PackedInputs.of(microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank())
+        inputs = PackedInputs.of(
+            microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank(), dynamic=model.dynamic
+        )
+        if model.dynamic and inputs.packing.local_cp_size is None:
+            # The micro-batch before may have had whole sequences.
+            inputs.packing.cp_group, inputs.packing.local_cp_size = context, context.size()
         with model.replay.of(microbatch.batch, inputs) if model.replay else nullcontext():
             batch = microbatch.batch
             following = inputs.ahead(batch.token_ids, batch.lengths, 1)[None] if with_mtp else None

@@ -29,7 +29,7 @@ from rlframe.megatron.model.mtp import ModelWithMtp, MtpHead, unbalanced
 from rlframe.megatron.model.router_replay import RouterReplay
 from rlframe.megatron.model.training_fields import accumulate_in_place, ddp_config, freeze_routers
 from rlframe.megatron.model.transformer import layer_spec, transformer_config
-from rlframe.megatron.packed import shared_prompts
+from rlframe.megatron.packed import context_parallel, shared_prompts
 from rlframe.megatron.vocab.chunked_head import ChunkedHead
 from rlframe.megatron.vocab.float32_head import keep_float32
 from rlframe.models.families.base import Architecture, Family, Shard
@@ -77,6 +77,8 @@ class Model:
     """Makes the routers choose the engine's experts. None if they choose for themselves."""
     head: ChunkedHead | None = None
     """Computes the logits by chunks. None if they are computed at once, or by another rank."""
+    dynamic: bool = False
+    """See ContextParallelConfig."""
     float32: bool = False
     """Whether forward and backward passes compute in float32 on copies of the parameters, of which gradients reach the
     parameters in their own number format."""
@@ -105,6 +107,9 @@ def build(
     if train.share_prompts:
         for each in modules:
             shared_prompts.prepare(each)
+    if train.context_parallel.dynamic:
+        for each in modules:
+            context_parallel.follow(each)
     if architecture.whole_qk_norm:
         # Built with it, trained without: `finalize_model_grads` adds the gradients of norms of this name over
         # tensor-parallel ranks, which share those of single heads. Here each rank has the weights of its own heads.
@@ -128,6 +133,7 @@ def build(
         mtp=train.mtp if train.mtp.trains and architecture.with_mtp and not frozen else None,
         replay=RouterReplay(modules, architecture, device) if train.moe.router_replay and not frozen else None,
         head=chunked_head(modules[-1], architecture, train, float32_logits=float32_logits),
+        dynamic=train.context_parallel.dynamic,
     )
 
 

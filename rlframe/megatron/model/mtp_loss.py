@@ -8,7 +8,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from rlframe.megatron.messages.microbatch import Microbatch
-from rlframe.megatron.packed.context_parallel import gather_tokens
 from rlframe.megatron.packed.inputs import PackedInputs, ahead
 from rlframe.megatron.vocab.vocab_parallel import logprobs_and_entropy
 from rlframe.types.batch import Sequences
@@ -52,8 +51,7 @@ class MtpLoss:
             group=parallel_state.get_tensor_model_parallel_group(),
             reuse_logits=True,
         )
-        context = parallel_state.get_context_parallel_group()
-        whole = gather_tokens(logprobs, inputs.packing.cu_seqlens_q, context, alike=True)[inputs.rows]
+        whole = inputs.gathered(logprobs, parallel_state.get_context_parallel_group())
         wanted = predicted(batch)
         nats = -(whole * wanted).sum()
         metrics: dict[str, Metric] = {"train/mtp_loss": Mean(float(nats.detach()), float(wanted.sum()))}

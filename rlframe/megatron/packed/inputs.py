@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlframe.megatron.packed.context_parallel import rows_of_rank
+from rlframe.megatron.packed.context_parallel import gather_rows, rows_of_ranks, whole_on_ranks
 from rlframe.megatron.packed.shared_prompts import SharedPrompts
 from rlframe.types.batch import Sequences
 
@@ -17,7 +18,8 @@ class PackedInputs:
     """A micro-batch as input of the model, padded so that context and sequence parallelism can split it evenly.
 
     With context parallelism each sequence is padded at its end to a multiple of 2 * cp. Causal attention never reads
-    the padding, so the padded length may stand for the sequence's own.
+    the padding, so the padded length may stand for the sequence's own. If sequences are whole on ranks, the ranks are
+    padded to the same number of tokens instead.
 
     Tokens that sequences share (`Sequences.shared`) have one row for all of them; see `shared_prompts`.
     """
@@ -25,45 +27,65 @@ class PackedInputs:
     token_ids: Tensor
     """[1, T_padded / cp] tokens of this rank."""
     packing: PackedSeqParams
-    """Bounds of each padded sequence in the whole pack. Remaining padding is one more sequence."""
+    """Bounds of each padded sequence in the whole pack, or of those that are whole on this rank. Remaining padding is
+    one more sequence."""
     rows: Tensor
-    """[T] position of each token of the micro-batch in the whole pack of T_padded."""
-    own_rows: Tensor
-    """[T_padded / cp] position of this rank's tokens in the whole pack."""
+    """[T] position of each token of the micro-batch among those of all ranks, which follow one another."""
+    cp_size: int = 1
+    cp_rank: int = 0
 
     @classmethod
-    def of(cls, batch: Sequences, multiple: int, *, cp_size: int = 1, cp_rank: int = 0) -> "PackedInputs":
-        """Returns `batch` padded so that each rank has a multiple of `multiple` tokens, at least one."""
+    def of(
+        cls, batch: Sequences, multiple: int, *, cp_size: int = 1, cp_rank: int = 0, dynamic: bool = False
+    ) -> "PackedInputs":
+        """Returns `batch` padded so that each rank has a multiple of `multiple` tokens, at least one.
+
+        Args:
+            dynamic: whether sequences are whole on ranks where that is even enough.
+        """
         device = batch.token_ids.device
         if batch.shared is not None:
             assert cp_size == 1, "refused by config.check"
             return cls._shared(batch, batch.shared, multiple)
+        if dynamic and (parts := whole_on_ranks(batch.lengths.tolist(), cp_size)):
+            return cls._whole(batch, parts, multiple, cp_rank)
         lengths = padded_lengths(batch, multiple, cp_size)
-        bounds = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
-        longest = int(lengths.max())
+        bounds = bounds_of(lengths)
         shift = bounds[: batch.num_sequences] - torch.cumsum(batch.lengths, 0) + batch.lengths
         rows = torch.arange(batch.num_tokens, device=device) + torch.repeat_interleave(shift, batch.lengths)
-        own_rows = rows_of_rank(bounds, cp_size, cp_rank)
-        return cls(
-            token_ids=batch.token_ids.new_zeros(int(lengths.sum())).index_put((rows,), batch.token_ids)[None, own_rows],
-            packing=PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=bounds,
-                cu_seqlens_kv=bounds,
-                # Transformer Engine reads these two only if ranks share a sequence.
-                cu_seqlens_q_padded=bounds if cp_size > 1 else None,
-                cu_seqlens_kv_padded=bounds if cp_size > 1 else None,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
-            ),
-            rows=rows,
-            own_rows=own_rows,
-        )
+        if cp_size > 1:
+            rows = torch.argsort(rows_of_ranks(bounds, cp_size))[rows]
+        return cls._cut(batch, rows, packing_of(bounds, padded=cp_size > 1), int(bounds[-1]), cp_size, cp_rank)
+
+    @classmethod
+    def _whole(cls, batch: Sequences, parts: list[list[int]], multiple: int, cp_rank: int) -> "PackedInputs":
+        lengths, cp_size, size = batch.lengths.tolist(), len(parts), rows_of_whole(batch, parts, multiple)
+        firsts = [0] * len(lengths)
+        for rank, part in enumerate(parts):
+            place = rank * size
+            for index in part:
+                firsts[index] = place
+                place += lengths[index]
+        starts = torch.cumsum(batch.lengths, 0) - batch.lengths
+        shift = torch.repeat_interleave(batch.lengths.new_tensor(firsts) - starts, batch.lengths)
+        rows = torch.arange(batch.num_tokens, device=shift.device) + shift
+        own = [lengths[index] for index in parts[cp_rank]]
+        own += [size - sum(own)] if size > sum(own) else []
+        packing = packing_of(bounds_of(batch.lengths.new_tensor(own)), padded=False)
+        packing.local_cp_size = 1
+        return cls._cut(batch, rows, packing, size * cp_size, cp_size, cp_rank)
+
+    @classmethod
+    def _cut(
+        cls, batch: Sequences, rows: Tensor, packing: PackedSeqParams, num_rows: int, cp_size: int, cp_rank: int
+    ) -> "PackedInputs":
+        tokens = batch.token_ids.new_zeros(num_rows).index_put((rows,), batch.token_ids).chunk(cp_size)[cp_rank]
+        return cls(token_ids=tokens[None], packing=packing, rows=rows, cp_size=cp_size, cp_rank=cp_rank)
 
     @classmethod
     def _shared(cls, batch: Sequences, shared: Tensor, multiple: int) -> "PackedInputs":
         lengths = padded_lengths(batch, multiple, 1)
-        bounds = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
+        bounds = bounds_of(lengths)
         first_rows, starts = bounds[: batch.num_sequences].long(), torch.cumsum(batch.lengths, 0) - batch.lengths
         numbers = torch.arange(batch.num_sequences, device=shared.device)
         heads = torch.where(shared == 0, numbers, 0).cummax(0).values if len(numbers) else numbers
@@ -74,12 +96,8 @@ class PackedInputs:
         positions = torch.arange(batch.num_tokens, device=shared.device) - by_token(starts)
         rows = positions + by_token(first_rows - shared)
         rows = torch.where(positions < by_token(shared), positions + by_token(first_rows[heads]), rows)
-        num_rows = int(bounds[-1])
-        return cls(
-            token_ids=batch.token_ids.new_zeros(num_rows).index_put((rows,), batch.token_ids)[None],
-            packing=SharedPrompts.of(rows, positions, batch.lengths, bounds).on_one_row(),
-            rows=rows,
-            own_rows=torch.arange(num_rows, device=shared.device),
+        return cls._cut(
+            batch, rows, SharedPrompts.of(rows, positions, batch.lengths, bounds).on_one_row(), int(bounds[-1]), 1, 0
         )
 
     def own(self, values: Tensor) -> Tensor:
@@ -88,8 +106,7 @@ class PackedInputs:
         Args:
             values: [T, ...] value of each token of the micro-batch.
         """
-        whole = values.new_zeros(int(self.packing.cu_seqlens_q[-1]), *values.shape[1:])
-        return whole.index_put((self.rows,), values)[self.own_rows]
+        return self._own(self.rows, values)
 
     def following(self, values: Tensor) -> Tensor:
         """Returns [T_padded / cp, ...] the value of the token after each of this rank's tokens, in any sequence. 0 if
@@ -98,8 +115,20 @@ class PackedInputs:
         Args:
             values: [T, ...] value of each token of the micro-batch.
         """
-        whole = values.new_zeros(int(self.packing.cu_seqlens_q[-1]), *values.shape[1:])
-        return whole.index_put((self.rows[:-1],), values[1:])[self.own_rows]
+        return self._own(self.rows[:-1], values[1:])
+
+    def _own(self, rows: Tensor, values: Tensor) -> Tensor:
+        whole = values.new_zeros(self.cp_size * self.token_ids.shape[1], *values.shape[1:])
+        return whole.index_put((rows,), values).chunk(self.cp_size)[self.cp_rank]
+
+    def gathered(self, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Returns [T, ...] the value of each token of the micro-batch, on every rank.
+
+        Args:
+            values: [T_padded / cp, ...] value of each of this rank's tokens.
+            group: the context-parallel ranks, which must compute the same from it.
+        """
+        return gather_rows(values, group)[self.rows]
 
     def ahead(self, values: Tensor, lengths: Tensor, steps: int) -> Tensor:
         """Returns [T_padded / cp] the value of the token `steps` after each of this rank's tokens, in the same
@@ -123,6 +152,43 @@ def ahead(values: Tensor, lengths: Tensor, steps: int) -> Tensor:
     there = torch.arange(len(values), device=values.device) + steps
     inside = there < ends
     return torch.where(inside, values[torch.where(inside, there, 0)], values.new_zeros(()))
+
+
+def bounds_of(lengths: Tensor) -> Tensor:
+    """Returns [R + 1] int32 bounds of sequences that follow one another."""
+    return torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
+
+
+def packing_of(bounds: Tensor, *, padded: bool) -> PackedSeqParams:
+    """Returns how sequences are packed.
+
+    Args:
+        padded: whether ranks share each sequence, which Transformer Engine must be told.
+    """
+    longest = int(bounds.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds if padded else None,
+        cu_seqlens_kv_padded=bounds if padded else None,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def rows_of_whole(batch: Sequences, parts: list[list[int]], multiple: int) -> int:
+    """Returns the tokens of each rank, if the sequences `parts` are whole on it."""
+    lengths = batch.lengths.tolist()
+    return -(-max(sum(lengths[index] for index in part) for part in parts) // multiple) * multiple
+
+
+def num_computed(batch: Sequences, multiple: int, cp_size: int, *, dynamic: bool) -> int:
+    """Returns the tokens that are computed on all context-parallel ranks together, as `PackedInputs.of` divides
+    them."""
+    if dynamic and (parts := whole_on_ranks(batch.lengths.tolist(), cp_size)):
+        return rows_of_whole(batch, parts, multiple) * cp_size
+    return int(padded_lengths(batch, multiple, cp_size).sum())
 
 
 def padded_lengths(batch: Sequences, multiple: int, cp_size: int) -> Tensor:

@@ -14,7 +14,7 @@ from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.model.mtp import decoder_modules
 from rlframe.megatron.model.training_fields import token_multiple
-from rlframe.megatron.packed.inputs import padded_lengths
+from rlframe.megatron.packed.inputs import num_computed
 from rlframe.types.results import Mean, Metric
 
 
@@ -79,7 +79,9 @@ def balance(model: Model, moe: MoeConfig, microbatches: list[Microbatch]) -> Non
         return
     config = model.config
     multiple = config.tensor_model_parallel_size * token_multiple(config)
-    tokens = sum(int(padded_lengths(each.batch, multiple, config.context_parallel_size).sum()) for each in microbatches)
+    tokens = sum(
+        num_computed(each.batch, multiple, config.context_parallel_size, dynamic=model.dynamic) for each in microbatches
+    )
     total = torch.tensor(float(tokens), device=next(iter(model.parameters.values())).device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     factor = auxiliary_loss_divisor(config) / float(total)

@@ -247,12 +247,15 @@ class Architecture:
             return min(length, self.attention_chunk) / 2
         return length / 2
 
-    def faults(self, *, tp: int, ep: int, etp: int, cp: int = 1, communication: str | None = None) -> list[Fault]:
+    def faults(
+        self, *, tp: int, ep: int, etp: int, cp: int = 1, communication: str | None = None, dynamic: bool = False
+    ) -> list[Fault]:
         """Returns a fault for every reason why a parallel layout does not fit this model's layers. `shards.faults`
         collects all of them.
 
         Args:
             communication: `train.context_parallel.communication`; None means one that fits.
+            dynamic: `train.context_parallel.dynamic`.
         """
         divisions = [
             ("tp", tp, "num_attention_heads", self.num_attention_heads),
@@ -287,6 +290,16 @@ class Architecture:
             )
         if cp > 1:
             faults += self._context_faults(tp=tp, cp=cp, communication=communication)
+            if dynamic and self.latent:
+                faults.append(
+                    Fault(
+                        "train.context_parallel.dynamic",
+                        f"must be false for {self.model_type}",
+                        got="true",
+                        why="Megatron-Core's latent attention takes no group of its own for a micro-batch",
+                        hint="remove it",
+                    )
+                )
         return faults + [
             Fault("train.parallel", said=f"{axis} {size} must divide {name} {value} of {self.model_type}")
             for axis, size, name, value in divisions

@@ -67,8 +67,7 @@ def parallel(run: RunConfig) -> Iterator[Fault]:
     architecture, _ = architecture_of(run)
     parallel = Parallel.parse(run.train.parallel)
     if architecture:
-        communication = run.train.context_parallel.communication
-        yield from shards.faults(architecture, **asdict(parallel), communication=communication)
+        yield from shards.faults(architecture, **asdict(parallel), **asdict(run.train.context_parallel))
 
 
 def lora(run: RunConfig) -> Iterator[Fault]:

@@ -1,7 +1,7 @@
 """Changes of settings that free memory, ranked."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlframe.megatron.config.optimizer import OptimizerName
@@ -107,8 +107,7 @@ def faults_of(plan: Plan) -> list[Fault]:
     """Returns the faults of the policy's layout and of the engine's split, without which nothing can be counted."""
     layout = plan.parallel
     sizes = {name: getattr(layout, name) for name in ("dp", "tp", "cp", "ep", "etp")}
-    communication = plan.run.train.context_parallel.communication
-    found = shards.faults(plan.architecture, **sizes, **layout.stages, communication=communication)
+    found = shards.faults(plan.architecture, **sizes, **layout.stages, **asdict(plan.run.train.context_parallel))
     return [*found, *plan.run.rollout.faults(plan.architecture)] if plan.engine else found
 
 

@@ -42,6 +42,7 @@ FURTHER = {
     or (setup.model == "dense" and setup.parallel not in DENSE)
     or (setup.model == "moe" and setup.parallel in PARTS)
     or (setup.long and setup.parallel.world > 1)
+    or (setup.dynamic and (setup.model, setup.parallel.world) != ("moe", 2))
 }
 """The dense model in layouts of several kinds is here too, all of which a model with experts has, and dense layers."""
 

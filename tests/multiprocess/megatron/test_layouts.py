@@ -49,6 +49,8 @@ DENSE_VARIANTS = [
 SPARED = ("qwen3_5", "qwen3_5_moe")
 """Models of which FURTHER has most cells, because Qwen3-Next has all of their layers."""
 EVERY = [name for name in MODELS if name not in SPARED]
+DYNAMIC = " dynamic"
+"""Behind a layout: sequences are whole on context-parallel ranks, however uneven that is."""
 LAYOUTS = {
     "d1": EVERY,
     "d1t2": [*EVERY, "qwen3_5"],
@@ -64,6 +66,7 @@ FURTHER = [
     *((layout, "qwen3_5_moe") for layout in ("d2e2", "d1t2|ffn:d1t2", "d1t2p2|ffn:d1t1p2e2")),
     ("d1t2|ffn:d1t2", "qwen3_next"),
     ("d1c2p2", "gpt_oss"),
+    *((f"d1c2{DYNAMIC}", name) for name in ("qwen3_next", "gpt_oss", "ministral3", "glm4_moe")),
 ]
 """Cells that only a thorough run has."""
 PARTS = {
@@ -130,15 +133,18 @@ def on_rank(rank: int, init_method: str, cases: list[tuple[str, str]]) -> list[d
 
     device = platform.resolve(Device.CPU)
     platform.install(device)
+    from rlframe.megatron.packed import context_parallel  # noqa: PLC0415
     from rlframe.megatron.worker import parallel  # noqa: PLC0415
     from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
+    context_parallel.EVEN = 2.0
     results = []
     for index, (layout, folder) in enumerate(cases):
         setup = TrainerSetup(
             rank=rank, init_method=f"{init_method}{index}", device=device, model=ModelConfig(path=folder),
             train=TrainConfig(
-                parallel=layout, dtype="float32", norms_every_steps=1, context_parallel=exchange(layout, folder),
+                parallel=parsed(layout), dtype="float32", norms_every_steps=1,
+                context_parallel=exchange(layout, folder),
                 optimizer=OptimizerConfig(lr=1e-3, clip_grad=1e9),
             ),
             seed=0, temperature=1.0, total_optimizer_steps=10, timeout_s=60, with_reference=False,
@@ -150,8 +156,14 @@ def on_rank(rank: int, init_method: str, cases: list[tuple[str, str]]) -> list[d
 
 def exchange(layout: str, folder: str) -> ContextParallelConfig:
     """By heads where a model with sliding windows is split by context."""
-    windows = Parallel.parse(layout).cp > 1 and read_config(pathlib.Path(folder)).get("sliding_window")
-    return ContextParallelConfig(communication=ContextCommunication.A2A if windows else ContextCommunication.P2P)
+    windows = parsed(layout).cp > 1 and read_config(pathlib.Path(folder)).get("sliding_window")
+    communication = ContextCommunication.A2A if windows else ContextCommunication.P2P
+    return ContextParallelConfig(communication=communication, dynamic=layout.endswith(DYNAMIC))
+
+
+def parsed(layout: str) -> Parallel:
+    """The layout itself."""
+    return Parallel.parse(layout.removesuffix(DYNAMIC))
 
 
 def measure(trainer: Any, layout: str) -> dict[str, Any]:
@@ -160,7 +172,7 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
     from rlframe.megatron.model.transformer import transformer_config  # noqa: PLC0415
 
     batch = sequences()
-    ranks, plan = split(batch, weights_of(batch), num_ranks=Parallel.parse(layout).dp, max_tokens=40)
+    ranks, plan = split(batch, weights_of(batch), num_ranks=parsed(layout).dp, max_tokens=40)
     mine = ranks[trainer.coordinates.dp_rank].microbatches()
     measured = {
         "where": trainer.coordinates,
@@ -173,8 +185,8 @@ def measure(trainer: Any, layout: str) -> dict[str, Any]:
         "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
     }
     # What Megatron refuses on a GPU it refuses here already. Fused permutation alone asks for Transformer Engine.
-    on_gpu = TrainConfig(parallel=layout, kernels=KernelConfig(permute_fusion=False))
-    transformer_config(trainer.model.architecture, on_gpu, Parallel.parse(layout), torch.device("cuda"))
+    on_gpu = TrainConfig(parallel=parsed(layout), kernels=KernelConfig(permute_fusion=False))
+    transformer_config(trainer.model.architecture, on_gpu, parsed(layout), torch.device("cuda"))
     forward.accumulate_gradients(trainer.model, mine, Weighted(), temperature=1.0)
     measured["gradients"] = exported_gradients(trainer)
     (update,) = trainer.train([mine], Weighted(), first_step=0)
@@ -204,8 +216,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folders = {name: tmp_path_factory.mktemp(name) for name in MODELS if any(name == case[1] for case in selected)}
     references = {name: make(name, folder) for name, folder in folders.items()}
     found = {}
-    for world in sorted({Parallel.parse(layout).world for layout, _ in selected}):
-        cases = [case for case in selected if Parallel.parse(case[0]).world == world]
+    for world in sorted({parsed(layout).world for layout, _ in selected}):
+        cases = [case for case in selected if parsed(case[0]).world == world]
         ranks = run_distributed(on_rank, world, [(layout, str(folders[name])) for layout, name in cases])
         for index, case in enumerate(cases):
             found[case] = references[case[1]], folders[case[1]], [rank[index] for rank in ranks]
@@ -223,7 +235,7 @@ def test_a_layout_equals_transformers_in_logprobs_gradients_and_export(
     (layout, name), (reference, folder, ranks) = case, results[case]
     reference.zero_grad()
     check(name, reference, load_file(folder / "model.safetensors"), ranks)
-    check_foreseen(folder, Parallel.parse(layout), ranks)
+    check_foreseen(folder, parsed(layout), ranks)
 
 
 def check(name: str, reference: Any, disk: dict[str, torch.Tensor], results: list[dict[str, Any]]) -> None:

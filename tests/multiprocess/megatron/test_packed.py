@@ -214,13 +214,38 @@ def check_inputs_are_padded_and_cut_for_context_parallelism() -> None:
     parts = [PackedInputs.of(batch, 4, cp_size=2, cp_rank=rank) for rank in range(2)]
     for part in parts:
         assert part.packing.cu_seqlens_q.tolist() == part.packing.cu_seqlens_q_padded.tolist() == [0, 8, 12, 16]
-        assert part.packing.max_seqlen_q == 8 and part.rows.tolist() == [0, 1, 2, 3, 4, 8, 9, 10]
+        # Rank 0 has tokens 0, 1, 6, 7 of the first sequence, then 0 and 3 of the second; rank 1 has the others.
+        assert part.packing.max_seqlen_q == 8 and part.rows.tolist() == [0, 1, 8, 9, 10, 4, 12, 13]
     ids = batch.token_ids.tolist()
     assert parts[0].token_ids.tolist() == [[ids[0], ids[1], 0, 0, ids[5], 0, 0, 0]]
     assert parts[1].token_ids.tolist() == [[ids[2], ids[3], ids[4], 0, ids[6], ids[7], 0, 0]]
     # The token that follows, also where it lies in another rank's chunk; the 5th is followed by the next sequence's.
     assert parts[0].following(batch.token_ids).tolist() == [ids[1], ids[2], 0, 0, ids[6], 0, 0, 0]
     assert parts[1].following(batch.token_ids).tolist() == [ids[3], ids[4], ids[5], 0, ids[7], 0, 0, 0]
+
+
+def check_sequences_are_whole_on_context_parallel_ranks_where_that_is_even() -> None:
+    from rlframe.megatron.packed.context_parallel import whole_on_ranks
+    from rlframe.megatron.packed.inputs import PackedInputs, num_computed
+
+    # Longest first: 6 to rank 0, 5 to rank 1, 3 to rank 1, 2 to rank 0. Of 9 tokens, 5 are more than 1.05 * 4.5.
+    assert whole_on_ranks([2, 5, 3, 6], 2) == [[3, 0], [1, 2]]
+    assert whole_on_ranks([4, 5], 2) is None and whole_on_ranks([5], 2) is None and whole_on_ranks([], 2) is None
+    batch = sequences([2, 5, 3, 6])
+    ids = batch.token_ids.split([2, 5, 3, 6])
+    parts = [PackedInputs.of(batch, 3, cp_size=2, cp_rank=rank, dynamic=True) for rank in range(2)]
+    # 8 tokens a rank are filled to 9.
+    assert parts[0].token_ids.tolist() == [[*ids[3].tolist(), *ids[0].tolist(), 0]]
+    assert parts[1].token_ids.tolist() == [[*ids[1].tolist(), *ids[2].tolist(), 0]]
+    assert parts[0].packing.cu_seqlens_q.tolist() == [0, 6, 8, 9] and parts[0].packing.max_seqlen_q == 6
+    assert parts[1].packing.cu_seqlens_q.tolist() == [0, 5, 8, 9] and parts[1].packing.cu_seqlens_q_padded is None
+    assert parts[0].rows.tolist() == [6, 7, *range(9, 14), *range(14, 17), *range(6)]
+    assert num_computed(batch, 3, 2, dynamic=True) == 18
+    following = torch.cat([part.following(batch.token_ids) for part in parts])
+    assert following[parts[0].rows[:-1]].tolist() == batch.token_ids[1:].tolist()
+    # Whole or not is said of each micro-batch.
+    shared = PackedInputs.of(sequences([5, 3]), 4, cp_size=2, cp_rank=0, dynamic=True)
+    assert shared.packing.local_cp_size is None and num_computed(sequences([5, 3]), 4, 2, dynamic=True) == 16
 
 
 def check_a_query_sees_keys_up_to_its_true_position() -> None:

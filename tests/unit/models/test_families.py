@@ -380,6 +380,12 @@ def test_faults_name_what_cannot_be_split() -> None:
     assert str(fault) == (
         "train.context_parallel.communication=a2a needs tp 1 * cp 4 to divide num_kv_heads 2 of llama; use p2p"
     )
+    assert not LLAMA.architecture(HF).faults(tp=1, ep=1, etp=1, cp=2, dynamic=True)
+    (fault,) = DEEPSEEK_V3.architecture(LATENT).faults(tp=1, ep=1, etp=1, cp=2, dynamic=True)
+    assert str(fault) == (
+        "train.context_parallel.dynamic must be false for deepseek_v3, got true: Megatron-Core's latent attention "
+        "takes no group of its own for a micro-batch; remove it"
+    )
     # Shared experts of width 2 * 5 over four ranks.
     glm = GLM4_MOE.architecture(ROUTED | {"moe_intermediate_size": 5, "num_key_value_heads": 4})
     (fault,) = glm.faults(tp=4, ep=1, etp=1)

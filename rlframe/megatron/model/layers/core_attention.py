@@ -6,12 +6,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from rlframe.megatron.packed.context_parallel import positions_of_rank
+from rlframe.megatron.packed.context_parallel import place_in, positions_of_rank, sharing
 from rlframe.models.families.base import Architecture, QueryScaling
 
 
@@ -48,8 +47,7 @@ class AdjustedAttention(torch.nn.Module):
         """Returns [T, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None
         if self.scaling is not None:
-            group = parallel_state.get_context_parallel_group()
-            positions = positions_of_rank(packed_seq_params.cu_seqlens_q, group.size(), group.rank())
+            positions = positions_of_rank(packed_seq_params.cu_seqlens_q, *place_in(sharing(packed_seq_params)))
             query = query * query_factors(self.scaling, positions)[:, None, None].to(query.dtype)
         if self.chunk:
             packed_seq_params = chunks_of(packed_seq_params, self.chunk)

@@ -5,9 +5,11 @@ Megatron-Core's own needs flash-linear-attention, and 0.16.1 refuses packed sequ
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -17,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
-from rlframe.megatron.packed.context_parallel import heads_to_tokens, tokens_to_heads
+from rlframe.megatron.packed.context_parallel import heads_to_tokens, sharing, tokens_to_heads
 from rlframe.megatron.packed.gated_delta_rule import convolve, gated_delta_rule, gated_norm
 from rlframe.models.families.base import GatedDeltaNetDimensions
 
@@ -44,7 +46,6 @@ class GatedDeltaNet(MegatronModule):
         self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, net: GatedDeltaNetDimensions, **_: Any
     ):
         super().__init__(config)
-        self.cp_group = parallel_state.get_context_parallel_group()
         self.key_dim, self.value_dim = net.key_head_dim, net.value_head_dim
         self.values_per_key, self.channels = net.values_per_key, net.conv_channels
         self.num_keys = net.num_key_heads // config.tensor_model_parallel_size
@@ -93,21 +94,26 @@ class GatedDeltaNet(MegatronModule):
         inputs, _ = self.linear_in(hidden_states)
         # [T / cp, key heads, inputs of a key head].
         inputs = inputs.squeeze(1).unflatten(1, (self.num_keys, -1))
+        heads = partial(self.heads, group=sharing(packed_seq_params))
         bounds = packed_seq_params.cu_seqlens_q
         if self.recompute and self.training:
-            output = tensor_parallel.checkpoint(self.heads, False, inputs, bounds)
+            output = tensor_parallel.checkpoint(heads, False, inputs, bounds)
         else:
-            output = self.heads(inputs, bounds)
+            output = heads(inputs, bounds)
         return self.linear_out(output.flatten(1)[:, None])
 
-    def heads(self, inputs: Tensor, bounds: Tensor) -> Tensor:
-        """Returns [T / cp, key heads, values of a key head] from the inputs of all key heads of this rank."""
-        if self.cp_group.size() == 1:
+    def heads(self, inputs: Tensor, bounds: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:
+        """Returns [T / cp, key heads, values of a key head] from the inputs of all key heads of this rank.
+
+        Args:
+            group: the ranks that share the sequences. None if they are whole on this rank.
+        """
+        if group is None:
             return self.whole_sequences(inputs, bounds, slice(None))
-        first, share = self.cp_group.rank(), self.num_keys // self.cp_group.size()
-        own = tokens_to_heads(inputs, bounds, self.cp_group)
+        first, share = group.rank(), self.num_keys // group.size()
+        own = tokens_to_heads(inputs, bounds, group)
         output = self.whole_sequences(own, bounds, slice(first * share, (first + 1) * share))
-        return heads_to_tokens(output, bounds, self.cp_group)
+        return heads_to_tokens(output, bounds, group)
 
     def whole_sequences(self, inputs: Tensor, bounds: Tensor, keys: slice) -> Tensor:
         """Returns [T, key heads, values of a key head] of whole sequences.

@@ -70,8 +70,7 @@ def model_faults(run: RunConfig) -> Iterator[Fault]:
         yield Fault(MODEL, said=error)
         return
     yield from (Fault(MODEL, said=fault) for fault in broken)
-    communication = run.train.context_parallel.communication
-    for fault in shards.faults(architecture, **asdict(parallel), communication=communication):
+    for fault in shards.faults(architecture, **asdict(parallel), **asdict(run.train.context_parallel)):
         yield fault.moved({"train.parallel": "reward.model.parallel"}).noted(f"(of the reward model {model.path})")
     if outputs != 1:
         yield Fault(

@@ -212,8 +212,7 @@ def _layout_faults(run: RunConfig, architecture: Architecture) -> Iterator[Fault
     if layout is None and not architecture.num_experts:
         # A dense teacher has no part on ranks that only hold experts of the policy.
         axes |= {"ep": 1, "etp": 1}
-    communication = run.train.context_parallel.communication
-    for fault in shards.faults(architecture, **axes, communication=communication):
+    for fault in shards.faults(architecture, **axes, **asdict(run.train.context_parallel)):
         yield fault.moved({"train.parallel": key}).noted(f"(of the teacher {run.teacher.path})")
 
 

@@ -64,6 +64,9 @@ class Setup:
     cells: tuple[Cell, ...] = field(repr=False)
     recompute: Recompute = Recompute.NONE
     communication: ContextCommunication = ContextCommunication.P2P
+    dynamic: bool = False
+    """Whether sequences are whole on context-parallel ranks, where that is even: all eight together are, and alone none
+    is."""
     long: bool = False
     """Whether memory is saved as for long sequences: inputs of layers in host memory, logits by chunks."""
     float32_logits: bool = False
@@ -73,7 +76,9 @@ class Setup:
         again = {Recompute.NONE: "", Recompute.FULL: " recompute", Recompute.SELECTIVE: " recompute experts"}
         how = "" if self.communication is ContextCommunication.P2P else f" {self.communication}"
         logits = " float32 logits" if self.float32_logits else ""
-        return f"{self.model} {self.parallel}{how}{again[self.recompute]}{' long' if self.long else ''}{logits}"
+        dynamic = " dynamic" if self.dynamic else ""
+        long = " long" if self.long else ""
+        return f"{self.model} {self.parallel}{how}{dynamic}{again[self.recompute]}{long}{logits}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -84,7 +89,7 @@ class Setup:
             "recompute": self.recompute,
             "recompute_options": RecomputeConfig(modules=modules),
             "moe": MoeConfig(router_replay=self.model == "replayed"),
-            "context_parallel": ContextParallelConfig(communication=self.communication),
+            "context_parallel": ContextParallelConfig(communication=self.communication, dynamic=self.dynamic),
             "offload_activations": self.long,
             # Divides no rank's tokens: the last chunk is shorter.
             "logits_chunk_tokens": 7 if self.long else None,
@@ -137,7 +142,22 @@ def setups() -> list[Setup]:
     for setup in found + replayed_setups() + shared_setups() + mutated_setups():
         joined.setdefault((setup.parallel, setup.model, setup.recompute), []).extend(setup.cells)
     built = [Setup(parallel, model, tuple(cells), how) for (parallel, model, how), cells in joined.items()]
-    return built + long_setups()
+    return built + long_setups() + dynamic_setups()
+
+
+def dynamic_setups() -> list[Setup]:
+    """Micro-batches whose sequences are whole on a rank each, and others that the ranks share."""
+    grpo = ("grpo", Aggregation.SEQ_MEAN_TOKEN_MEAN)
+    right = (Cell(*grpo, BUDGET), Cell("sft", Aggregation.TOKEN_MEAN, WHOLE), Cell(*grpo, SINGLE))
+    replayed = (Cell(*grpo, WHOLE), Cell(*grpo, BUDGET))
+    a2a = ContextCommunication.A2A
+    return [
+        Setup(Parallel(cp=2), "moe", (*right, Cell(*grpo, WHOLE, "without_bounds")), dynamic=True),
+        Setup(Parallel(cp=2), "dense", right, Recompute.FULL, communication=a2a, dynamic=True),
+        Setup(Parallel.parse("c2p2v2"), "dense", right, Recompute.FULL, dynamic=True),
+        Setup(Parallel.parse("t2c2|ffn:e4"), "moe", right, Recompute.FULL, long=True, dynamic=True),
+        Setup(Parallel.parse("t2c2|ffn:e4"), "replayed", replayed, Recompute.SELECTIVE, dynamic=True),
+    ]
 
 
 def long_setups() -> list[Setup]:

@@ -128,6 +128,9 @@ def mutated(trainer: Any, cell: Cell) -> Iterator[Any]:
     elif cell.mutation in SHARED_MUTATIONS:
         with wrongly_shared(cell.mutation):
             yield weights_of
+    elif cell.mutation == "without_bounds":
+        with without_bounds():
+            yield weights_of
     elif cell.mutation == "swapped_expert":
         swap_experts(trainer.model.parameters)
         yield weights_of
@@ -159,6 +162,24 @@ def wrongly_shared(mutation: str) -> Iterator[None]:
     setattr(kind, name, wrong)
     yield
     setattr(kind, name, right)
+
+
+@contextmanager
+def without_bounds() -> Iterator[None]:
+    """The sequences that are whole on a rank are one."""
+    from rlframe.megatron.packed import inputs  # noqa: PLC0415 - see on_rank
+
+    right = inputs.PackedInputs.__dict__["_whole"]
+
+    def wrong(cls: Any, *arguments: Any) -> Any:
+        found = right.__func__(cls, *arguments)
+        packing = inputs.packing_of(found.packing.cu_seqlens_q[[0, -1]], padded=False)
+        packing.local_cp_size = 1
+        return replace(found, packing=packing)
+
+    inputs.PackedInputs._whole = classmethod(wrong)
+    yield
+    inputs.PackedInputs._whole = right
 
 
 def swap_experts(parameters: dict[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ from tests.meta.checkout import ROOT
 FILES = {
     "weight_sync/interpreted/kernels.py": "triton",
     "megatron/vocab/interpreted/vocab.py": "triton",
+    "megatron/model/interpreted/swiglu.py": "triton",
     "megatron/packed/interpreted/delta.py": "fla",
 }
 """And the module that each needs, which needs Triton."""

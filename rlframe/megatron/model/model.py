@@ -101,6 +101,10 @@ def build(
     """
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
+    if config.bias_activation_fusion:
+        from rlframe.megatron.model.layers import swiglu_kernels  # noqa: PLC0415 - needs Triton
+
+        swiglu_kernels.install()
     modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
     if float32_logits and architecture.num_outputs is None and modules[-1].post_process:
         keep_float32(modules[-1].output_layer)

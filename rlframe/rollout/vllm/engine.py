@@ -26,7 +26,7 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.base.speculative import Drafts
-from rlframe.rollout.served.engine import ServedEngine, taken
+from rlframe.rollout.served.engine import WEIGHTS, ServedEngine, taken
 from rlframe.rollout.served.pending import PendingRequest, top_logprobs
 from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.vllm.adapter import lora_request
@@ -81,6 +81,7 @@ class VllmEngine(ServedEngine):
         with_routes: bool = False,
         adapter: EngineAdapter | None = None,
         float32_logits: bool = False,
+        with_mtp: bool = False,
     ):
         """Starts vLLM's processes and loads the model through vLLM's own full path.
 
@@ -91,6 +92,7 @@ class VllmEngine(ServedEngine):
             with_routes: completions carry their routed experts. Requests must have no stop strings.
             adapter: adapters of every request, whose values weight sync brings.
             float32_logits: see ModelConfig.
+            with_mtp: see RolloutEngine.
 
         Raises:
             ConfigError: `engine_options` holds an argument unknown to vLLM.
@@ -116,11 +118,12 @@ class VllmEngine(ServedEngine):
             with_routes=with_routes,
             adapter=adapter,
             float32_logits=float32_logits,
+            with_mtp=with_mtp,
         )
         self._lora = lora_request() if adapter is not None else None
         self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments, early), self._loop).result()
         self.max_length = self._engine.vllm_config.model_config.max_model_len
-        self._rpc(Extension.rlframe_start, pickle.dumps(adapter))
+        self._rpc(Extension.rlframe_start, pickle.dumps(adapter), with_mtp)
         # A step that checks drafts has several tokens of a request; vLLM returns their logprobs itself.
         records = config.speculative is None
         assert records or not with_routes, "router replay with drafts is refused with the configuration"
@@ -301,6 +304,8 @@ class VllmEngine(ServedEngine):
 
     def _restore(self, tag: str) -> None:
         self._wait(self._engine.wake_up(tags=[tag]), doing="wake")
+        if tag == WEIGHTS and self.weights_lost:
+            self._rpc(Extension.rlframe_refill)
 
     def begin_profile(self, request: Request) -> None:  # noqa: ARG002 - the folder is known from the start
         self._wait(self._engine.start_profile(), doing="start of the profile")

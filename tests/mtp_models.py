@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,3 +94,39 @@ def make_with_mtp(name: str, folder: pathlib.Path) -> Reference:
     key = "num_nextn_predict_layers" if prefix == BEHIND else "mtp_num_hidden_layers"
     config.write_text(json.dumps(json.loads(config.read_text()) | {key: 1}))
     return found
+
+
+def make_served(name: str, folder: pathlib.Path) -> pathlib.Path:
+    """A folder in `folder` with the model `name`, a head and a tokenizer, as the contract of engines wants it."""
+    from tests.contracts.engines.trainer import make as make_for_engine  # which imports engines
+
+    make_with_mtp(name, folder)
+    made = make_for_engine(name, folder / "with_tokenizer")
+    shutil.copy(folder / "model" / "model.safetensors", made)
+    own = json.loads((folder / "model" / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(own | {"max_position_embeddings": 1024}))
+    return made
+
+
+def followed_by_the_next(weights: dict[str, Tensor], name: str, *, logit: float) -> dict[str, Tensor]:
+    """The weights with which the token after t is t + 1, whatever came before, as the head knows too.
+
+    Layers add nothing to the embeddings, which are unit vectors and so nearly at right angles. The output layer has
+    the embedding of t in the row of t + 1, and the head hands on the embedding of the token that it sees.
+
+    Args:
+        logit: of t + 1; the others are near 0, a tenth of it at random.
+    """
+    prefix, own, _ = NAMES[name]
+    vocabulary, hidden = weights["model.embed_tokens.weight"].shape
+    generator = torch.Generator().manual_seed(7)
+    embedding = nn.functional.normalize(torch.randn(vocabulary, hidden, generator=generator), dim=-1)
+    silent = (".o_proj.weight", ".down_proj.weight")
+    new = {key: torch.zeros_like(value) if key.endswith(silent) else value.clone() for key, value in weights.items()}
+    new["model.embed_tokens.weight"] = embedding
+    # A norm makes the length of a state the root of its width.
+    new["lm_head.weight"] = embedding.roll(1, dims=0) * logit / hidden**0.5
+    for norm in ("model.norm.weight", f"{prefix}{own[0]}.weight", f"{prefix}{own[3]}.weight"):
+        new[norm] = torch.ones(hidden)
+    new[f"{prefix}{own[2]}.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    return new

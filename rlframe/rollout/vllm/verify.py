@@ -6,7 +6,8 @@ without, up to the rounding of batches of another size, and one draw a token. A 
 rejection sampling of arXiv 2211.17192: a drafted token stands for a distribution of this token alone, since drafts are
 the likeliest tokens or copies of earlier ones. vLLM 0.32's own check repeats no response on a CPU, given its seed.
 
-Model runner V2 keeps vLLM's own check, whose random numbers depend on a request's seed and the position.
+Model runner V2, which the user must ask for, keeps vLLM's own check, whose random numbers depend on a request's seed and
+the position.
 
 Both report logprobs by the rule of `sampler`; vLLM 0.26 to 0.32 would report those of temperature 1.
 """

@@ -64,10 +64,10 @@ class Reference:
         return found
 
 
-def make_with_mtp(name: str, folder: pathlib.Path) -> Reference:
-    """Writes the model `name` with a head to `folder` / model, and returns both."""
-    trunk = make(name, folder / "model")
-    make(name, folder / "other")
+def make_with_mtp(name: str, folder: pathlib.Path, **changes: Any) -> Reference:
+    """Writes the model `name`, with `changes`, with a head to `folder` / model, and returns both."""
+    trunk = make(name, folder / "model", **changes)
+    make(name, folder / "other", **changes)
     generator = torch.Generator().manual_seed(5)
     other = load_file(folder / "other" / "model.safetensors")
     for key, value in other.items():
@@ -96,11 +96,11 @@ def make_with_mtp(name: str, folder: pathlib.Path) -> Reference:
     return found
 
 
-def make_served(name: str, folder: pathlib.Path) -> pathlib.Path:
+def make_served(name: str, folder: pathlib.Path, **changes: Any) -> pathlib.Path:
     """A folder in `folder` with the model `name`, a head and a tokenizer, as the contract of engines wants it."""
     from tests.contracts.engines.trainer import make as make_for_engine  # which imports engines
 
-    make_with_mtp(name, folder)
+    make_with_mtp(name, folder, **changes)
     made = make_for_engine(name, folder / "with_tokenizer")
     shutil.copy(folder / "model" / "model.safetensors", made)
     own = json.loads((folder / "model" / "config.json").read_text())

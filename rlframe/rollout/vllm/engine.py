@@ -33,7 +33,14 @@ from rlframe.rollout.vllm.adapter import lora_request
 from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
 from rlframe.rollout.vllm.fetch import Fetcher
-from rlframe.rollout.vllm.launch import early_core, engine_arguments, launch, register_here, set_environment
+from rlframe.rollout.vllm.launch import (
+    early_core,
+    engine_arguments,
+    launch,
+    register_here,
+    runs_first,
+    set_environment,
+)
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
@@ -124,8 +131,8 @@ class VllmEngine(ServedEngine):
         self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments, early), self._loop).result()
         self.max_length = self._engine.vllm_config.model_config.max_model_len
         self._rpc(Extension.rlframe_start, pickle.dumps(adapter), with_mtp)
-        # A step that checks drafts has several tokens of a request; vLLM returns their logprobs itself.
-        records = config.speculative is None
+        # With vLLM's own check of drafts, which is model runner V2's, vLLM returns logprobs itself.
+        records = config.speculative is None or runs_first()
         assert records or not with_routes, "router replay with drafts is refused with the configuration"
         self._fetcher = Fetcher(partial(self._each_rank, Extension.rlframe_take)) if records else None
 

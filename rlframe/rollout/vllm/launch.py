@@ -169,13 +169,18 @@ def speculative_options(config: SpeculativeConfig | None, *, tp: int) -> dict[st
             "draft_tensor_parallel_size": tp,
         }
     # The check of drafts waits for the device and counts a request's tokens.
-    scheduling = {"async_scheduling": False} if os.environ.get(RUNNER) == "0" else {}
+    scheduling = {"async_scheduling": False} if runs_first() else {}
     return {"speculative_config": options} | scheduling
 
 
 def drafts_with_head(config: VllmConfig) -> bool:
     """Returns whether vLLM drafts with the checkpoint's head for multi-token prediction."""
     return config.speculative is not None and config.speculative.method is SpeculativeMethod.MTP
+
+
+def runs_first() -> bool:
+    """Returns whether engines that this process starts have model runner V1 for certain."""
+    return os.environ.get(RUNNER) == "0"
 
 
 def choose_runner(*, first: bool) -> None:

@@ -40,10 +40,16 @@ class Reference:
     norm: nn.Module
     name: str
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """[n - 1, V] of one sequence: row i is about token i + 2 (arXiv 2412.19437, equations 21 to 23)."""
+    def logits(self, tokens: Tensor, *, as_in_vllm: bool = False) -> Tensor:
+        """[n - 1, V] of one sequence: row i is about token i + 2 (arXiv 2412.19437, equations 21 to 23).
+
+        Args:
+            as_in_vllm: leave out the embedding beside the first token's state, as vLLM 0.26 to 0.32 do.
+        """
         states = self.trunk.model(tokens[None]).last_hidden_state[:, :-1]
         embeddings = self.trunk.model.embed_tokens(tokens[None, 1:])
+        if as_in_vllm:
+            embeddings = torch.cat([torch.zeros_like(embeddings[:, :1]), embeddings[:, 1:]], dim=1)
         hidden = self.projection(torch.cat([self.enorm(embeddings), self.hnorm(states)], -1))
         positions = torch.arange(hidden.shape[1])[None]
         rope = self.trunk.model.rotary_emb(hidden, positions)
@@ -130,3 +136,26 @@ def followed_by_the_next(weights: dict[str, Tensor], name: str, *, logit: float)
         new[norm] = torch.ones(hidden)
     new[f"{prefix}{own[2]}.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
     return new
+
+
+def reference_of(name: str, weights: dict[str, Tensor], folder: pathlib.Path, scratch: pathlib.Path) -> Reference:
+    """The model of `folder` with its head, with these weights."""
+    prefix, own, inside = NAMES[name]
+    trunk = {key: value for key, value in weights.items() if not key.startswith(prefix)}
+    layer = {LAYER + key.removeprefix(inside): value for key, value in weights.items() if key.startswith(inside)}
+    loaded = []
+    for tensors in (trunk, trunk | {key: value for key, value in layer.items() if key in trunk}):
+        shutil.copy(folder / "config.json", scratch)
+        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        loaded.append(transformers.AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32))
+    hidden, norm = loaded[0].config.hidden_size, loaded[0].model.norm
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    parts = [*(type(norm)(hidden, eps=eps) for _ in range(3)), nn.Linear(2 * hidden, hidden, bias=False)]
+    embedding, state, final, projection = parts
+    with torch.no_grad():
+        for key, part in zip(own, (embedding, state, projection, final), strict=True):
+            part.weight.copy_(weights[f"{prefix}{key}.weight"])
+    return Reference(
+        trunk=loaded[0], enorm=embedding, hnorm=state, projection=projection, layer=loaded[1].model.layers[1],
+        norm=final, name=name,
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.border import DestinationRank
 from tests.contracts.engines.kinds import KINDS, param
 from tests.contracts.engines.trainer import CLOSE, STOP_TOKENS, nats, perturbed, synced
-from tests.mtp_models import followed_by_the_next, make_served
+from tests.mtp_models import followed_by_the_next, make_served, reference_of
 from tests.rollout_models import make_requests
 
 pytestmark = pytest.mark.engine
@@ -98,6 +98,33 @@ def test_a_policy_without_the_head_cannot_fill_such_an_engine(drafting: RolloutE
     weights = load_file(folder / "model.safetensors")
     with pytest.raises(WeightSyncFailed, match=r"model\.layers\.2\."):
         synced(drafting, {name: value for name, value in weights.items() if not name.startswith(HEAD)})
+
+
+def test_drafts_are_the_likeliest_tokens_of_the_head_that_was_trained(
+    drafting: RolloutEngine, folder: Path, tmp_path: Path
+) -> None:
+    """Of each prompt the second token alone, so that it is known of each draft whether it was kept."""
+    weights = load_file(folder / "model.safetensors")
+    trainer, _, sync = synced(drafting, weights)
+    # So much noise that some guesses are right and some are not.
+    generator = torch.Generator().manual_seed(3)
+    new = {
+        name: value + 0.03 * torch.randn(value.shape, generator=generator)
+        for name, value in followed_by_the_next(weights, NAME, logit=8.0).items()
+    }
+    trainer.train(new)
+    sync.publish(version=1)
+    head, kept, expected = reference_of(NAME, new, folder, tmp_path), [], []
+    for request in make_requests(120, sampling=SamplingParams(temperature=0.0, max_tokens=2, min_tokens=2)):
+        before = drafting.drafts()
+        (completion,) = drafting.generate([request])
+        first, second = completion.token_ids.tolist()
+        kept.append((drafting.drafts() - before).num_accepted > 0)
+        with torch.no_grad():
+            guesses = head.logits(torch.tensor([*request.input.token_ids.tolist(), first]), as_in_vllm=True)
+        expected.append(int(guesses[-1].argmax()) == second)
+    assert 20 <= sum(expected) <= 100
+    assert kept == expected
 
 
 @pytest.mark.thorough

@@ -79,18 +79,13 @@ def engine_arguments(
 ) -> Any:
     """Returns vLLM's AsyncEngineArgs.
 
-    Args:
-        with_mtp: see RolloutEngine.
-
     Raises:
         ConfigError: `engine_options` holds an argument unknown to vLLM.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    loader = {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling())}
-    loader |= {"as_loaded": adapter is not None and not cuda, "routes": with_routes}
-    if drafts_with_head(config):
-        loader |= {"mtp": with_mtp}
+    loader = {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling()), "routes": with_routes}
+    loader |= {"as_loaded": adapter is not None and not cuda} | ({"mtp": with_mtp} if drafts_with_head(config) else {})
     choose_runner(first=with_routes or config.speculative is not None)
     options: dict[str, Any] = {
         "model": str(folder),

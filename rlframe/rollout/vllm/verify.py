@@ -68,25 +68,8 @@ def _first(base: Any) -> Any:
                     self.sampler, logits[places.flatten().to(logits.device)], tokens, sampling_metadata
                 )
             if logprobs is not None and self.sampler.begun:
-                self._record(tokens, logprobs.logprobs[:, 0].view_as(tokens))
+                _record(self.sampler, tokens, logprobs.logprobs[:, 0].view_as(tokens))
             return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None if wanted is None else logprobs)
-
-        def _record(self, tokens: Int[Tensor, "B W"], logprobs: Float[Tensor, "B W"]) -> None:
-            """Records the tokens of a step, place by place: a record takes one token of a request at a time."""
-            runner, record = self.sampler.runner(), self.sampler.record
-            names = runner.input_batch.req_ids[: len(tokens)]
-            rows, owners = np.array([self.sampler.begun.get(name, NOT_RECORDED) for name in names]).T
-            lengths = np.array([len(runner.requests[name].output_token_ids) for name in names])
-            wanted = ~runner.discard_request_mask.np[: len(names)]
-            for place, has_token in enumerate((tokens != REJECTED).T.cpu().numpy()):
-                record.add(
-                    rows,
-                    owners,
-                    lengths + place,
-                    wanted & has_token,
-                    tokens=tokens[:, place],
-                    logprobs=logprobs[:, place],
-                )
 
         def _check(self, metadata: Any, logits: Tensor, starts: list[int], sampling: Any) -> Int[Tensor, "B W"]:
             """Returns the tokens of each request, and REJECTED behind the first that its draft does not have."""
@@ -111,6 +94,24 @@ def _first(base: Any) -> Any:
             return tokens
 
     return ExactChecker
+
+
+def _record(sampler: Any, tokens: Int[Tensor, "B W"], logprobs: Float[Tensor, "B W"]) -> None:
+    """Records the tokens of a step, place by place: a record takes one token of a request at a time."""
+    runner, record = sampler.runner(), sampler.record
+    names = runner.input_batch.req_ids[: len(tokens)]
+    rows, owners = np.array([sampler.begun.get(name, NOT_RECORDED) for name in names]).T
+    lengths = np.array([len(runner.requests[name].output_token_ids) for name in names])
+    wanted = ~runner.discard_request_mask.np[: len(names)]
+    for place, has_token in enumerate((tokens != REJECTED).T.cpu().numpy()):
+        record.add(
+            rows,
+            owners,
+            lengths + place,
+            wanted & has_token,
+            tokens=tokens[:, place],
+            logprobs=logprobs[:, place],
+        )
 
 
 def _draw(sampler: Any, logits: Tensor, requests: list[int], place: int, sampling: Any) -> Int[Tensor, " B"]:

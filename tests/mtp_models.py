@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,16 @@ class Reference:
     norm: nn.Module
     name: str
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """[n - 1, V] of one sequence: row i is about token i + 2 (arXiv 2412.19437, equations 21 to 23)."""
+    def logits(self, tokens: Tensor, *, as_in_vllm: bool = False) -> Tensor:
+        """[n - 1, V] of one sequence: row i is about token i + 2 (arXiv 2412.19437, equations 21 to 23).
+
+        Args:
+            as_in_vllm: leave out the embedding beside the first token's state, as vLLM 0.26 to 0.32 do.
+        """
         states = self.trunk.model(tokens[None]).last_hidden_state[:, :-1]
         embeddings = self.trunk.model.embed_tokens(tokens[None, 1:])
+        if as_in_vllm:
+            embeddings = torch.cat([torch.zeros_like(embeddings[:, :1]), embeddings[:, 1:]], dim=1)
         hidden = self.projection(torch.cat([self.enorm(embeddings), self.hnorm(states)], -1))
         positions = torch.arange(hidden.shape[1])[None]
         rope = self.trunk.model.rotary_emb(hidden, positions)
@@ -63,10 +70,10 @@ class Reference:
         return found
 
 
-def make_with_mtp(name: str, folder: pathlib.Path) -> Reference:
-    """Writes the model `name` with a head to `folder` / model, and returns both."""
-    trunk = make(name, folder / "model")
-    make(name, folder / "other")
+def make_with_mtp(name: str, folder: pathlib.Path, **changes: Any) -> Reference:
+    """Writes the model `name`, with `changes`, with a head to `folder` / model, and returns both."""
+    trunk = make(name, folder / "model", **changes)
+    make(name, folder / "other", **changes)
     generator = torch.Generator().manual_seed(5)
     other = load_file(folder / "other" / "model.safetensors")
     for key, value in other.items():
@@ -93,3 +100,62 @@ def make_with_mtp(name: str, folder: pathlib.Path) -> Reference:
     key = "num_nextn_predict_layers" if prefix == BEHIND else "mtp_num_hidden_layers"
     config.write_text(json.dumps(json.loads(config.read_text()) | {key: 1}))
     return found
+
+
+def make_served(name: str, folder: pathlib.Path, **changes: Any) -> pathlib.Path:
+    """A folder in `folder` with the model `name`, a head and a tokenizer, as the contract of engines wants it."""
+    from tests.contracts.engines.trainer import make as make_for_engine  # which imports engines
+
+    make_with_mtp(name, folder, **changes)
+    made = make_for_engine(name, folder / "with_tokenizer")
+    shutil.copy(folder / "model" / "model.safetensors", made)
+    own = json.loads((folder / "model" / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(own | {"max_position_embeddings": 1024}))
+    return made
+
+
+def followed_by_the_next(weights: dict[str, Tensor], name: str, *, logit: float) -> dict[str, Tensor]:
+    """The weights with which the token after t is t + 1, whatever came before, as the head knows too.
+
+    Layers add nothing to the embeddings, which are unit vectors and so nearly at right angles. The output layer has
+    the embedding of t in the row of t + 1, and the head hands on the embedding of the token that it sees.
+
+    Args:
+        logit: of t + 1; the others are near 0, a tenth of it at random.
+    """
+    prefix, own, _ = NAMES[name]
+    vocabulary, hidden = weights["model.embed_tokens.weight"].shape
+    generator = torch.Generator().manual_seed(7)
+    embedding = nn.functional.normalize(torch.randn(vocabulary, hidden, generator=generator), dim=-1)
+    silent = (".o_proj.weight", ".down_proj.weight")
+    new = {key: torch.zeros_like(value) if key.endswith(silent) else value.clone() for key, value in weights.items()}
+    new["model.embed_tokens.weight"] = embedding
+    # A norm makes the length of a state the root of its width.
+    new["lm_head.weight"] = embedding.roll(1, dims=0) * logit / hidden**0.5
+    for norm in ("model.norm.weight", f"{prefix}{own[0]}.weight", f"{prefix}{own[3]}.weight"):
+        new[norm] = torch.ones(hidden)
+    new[f"{prefix}{own[2]}.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    return new
+
+
+def reference_of(name: str, weights: dict[str, Tensor], folder: pathlib.Path, scratch: pathlib.Path) -> Reference:
+    """The model of `folder` with its head, with these weights."""
+    prefix, own, inside = NAMES[name]
+    trunk = {key: value for key, value in weights.items() if not key.startswith(prefix)}
+    layer = {LAYER + key.removeprefix(inside): value for key, value in weights.items() if key.startswith(inside)}
+    loaded = []
+    for tensors in (trunk, trunk | {key: value for key, value in layer.items() if key in trunk}):
+        shutil.copy(folder / "config.json", scratch)
+        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        loaded.append(transformers.AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32))
+    hidden, norm = loaded[0].config.hidden_size, loaded[0].model.norm
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    parts = [*(type(norm)(hidden, eps=eps) for _ in range(3)), nn.Linear(2 * hidden, hidden, bias=False)]
+    embedding, state, final, projection = parts
+    with torch.no_grad():
+        for key, part in zip(own, (embedding, state, projection, final), strict=True):
+            part.weight.copy_(weights[f"{prefix}{key}.weight"])
+    return Reference(
+        trunk=loaded[0], enorm=embedding, hnorm=state, projection=projection, layer=loaded[1].model.layers[1],
+        norm=final, name=name,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.recipes import make_model
+from tests.mtp_models import make_served
 from tests.multiprocess.program import LEARNING, Program, lines, on_loopback
 
 pytestmark = [
@@ -119,3 +120,32 @@ def test_a_model_is_evaluated_with_vllm_and_no_trainer(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "run" / "evaluate" / "results.json").read_text())
     # The embedded model half knows arithmetic.
     assert 0.2 < results["sets"]["held_out"]["metrics"]["reward_mean"] < 0.8
+
+
+@pytest.mark.thorough
+def test_a_head_that_the_run_trains_drafts_ever_better(tmp_path: Path) -> None:
+    settings = SETTINGS | {
+        "model.path": make_served("glm4_moe", tmp_path / "model"),
+        "model.random_init": "false",
+        "train.parallel": "d1",
+        "train.moe.router_replay": "false",
+        "train.mtp.mode": "train",
+        "train.mtp.loss_scaling_factor": 1.0,
+        # Which random answers do not earn: the policy stays, and the head catches up.
+        "reward.parts.exact_match.name": "exact_match",
+        "train.optimizer.lr": 5e-3,
+        "train.optimizer.warmup_steps": 1,
+        "rollout.speculative.method": "mtp",
+        "rollout.speculative.num_tokens": 1,
+        "rollout.temperature": 0.5,
+        "rollout.max_tokens": 32,
+        "prompts_per_step": 16,
+        "steps": 6,
+    }
+    with Program(tmp_path / "run", settings, fresh=True) as program:
+        assert program.process.wait(PATIENCE_S) == 0, program.errors()
+    steps = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
+    accepted = [line["rollout/draft_accepted_fraction"] for line in steps]
+    assert accepted[0] < 0.06 and max(accepted[-2:]) > max(2 * accepted[0], 0.1), accepted
+    assert steps[-1]["train/mtp_loss"] < steps[0]["train/mtp_loss"]
+    assert all(line["rollout/logprob_gap_max_nats"] < 1e-3 for line in steps)

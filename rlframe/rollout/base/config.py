@@ -205,7 +205,7 @@ class RolloutConfig:
             hint="or use rollout.name=vllm",
         )
 
-    def speculative_faults(self, *, cuda: bool, shares_devices: bool) -> Iterator[Fault]:  # noqa: ARG002 - for subclasses
+    def speculative_faults(self, *, cuda: bool, shares_devices: bool, synced: bool) -> Iterator[Fault]:  # noqa: ARG002 - for subclasses
         """Yields a fault for every reason why engines cannot do `speculative`, which is set.
 
         Subclasses override it if their engine can.
@@ -213,6 +213,7 @@ class RolloutConfig:
         Args:
             cuda: whether engines run on CUDA.
             shares_devices: whether engines sleep while other roles use their devices.
+            synced: whether weight sync brings all weights with which engines draft.
         """
         yield Fault(
             "rollout.speculative",

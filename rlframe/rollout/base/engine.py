@@ -63,6 +63,7 @@ class RolloutEngine(ABC):
         with_routes: bool = False,
         adapter: EngineAdapter | None = None,
         float32_logits: bool = False,
+        with_mtp: bool = False,
     ):
         """Loads the model the way the engine itself loads it, so that calibration compares what the engine really
         holds.
@@ -76,6 +77,8 @@ class RolloutEngine(ABC):
                 `config.adapter_faults` yields nothing.
             float32_logits: logits stay in float32, see ModelConfig; requires that `config.float32_logits_faults` yields
                 nothing.
+            with_mtp: the ranks' WeightDestinations receive the head for multi-token prediction with which the engine
+                drafts too; requires `config.speculative` with method=mtp.
         """
 
     @abstractmethod

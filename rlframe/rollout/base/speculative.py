@@ -16,8 +16,8 @@ class SpeculativeMethod(StrEnum):
     DRAFT_MODEL = "draft_model"
     """A smaller model with the same vocabulary. Its weights stay as they are while the policy learns."""
     MTP = "mtp"
-    """The multi-token prediction heads of the checkpoint. They stay as they are while the policy learns; the embedding
-    and the output layer, which they share with the policy, follow it."""
+    """The multi-token prediction heads of the checkpoint. With train.mtp.mode=keep or train every weight sync brings
+    them, otherwise they stay as they are; the embedding and the output layer are the policy's."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class SpeculativeConfig:
     method: SpeculativeMethod = SpeculativeMethod.NGRAM
     """Source of drafts. ngram: what followed the last tokens where they occurred before in the sequence.
     draft_model: a smaller model, which does not follow the policy. mtp: the heads for multi-token prediction of the
-    model's own checkpoint."""
+    model's own checkpoint, which follow it with train.mtp.mode=train."""
     num_tokens: Annotated[int, Range(1, 64)] = 4
     """Number of tokens drafted at once. A step yields 1 to num_tokens + 1 tokens of a response."""
     model: Annotated[str | None, PathText()] = None

@@ -55,6 +55,8 @@ class RolloutSetup:
     """Whether completions carry their routed experts."""
     adapter: EngineAdapter | None = None
     """Adapters that the engines compute with. None: their weights are the whole policy."""
+    with_mtp: bool = False
+    """Whether the policy has the head for multi-token prediction with which the engines draft."""
     profile: "EngineProfile | None" = None
     """The profiles of the engines. None profiles none."""
 
@@ -194,6 +196,7 @@ class RolloutWorker(Worker, EngineWorker):
             with_routes=setup.with_routes,
             adapter=setup.adapter,
             float32_logits=setup.model.float32_logits,
+            with_mtp=setup.with_mtp,
         )
         garbage.release()
         return [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]

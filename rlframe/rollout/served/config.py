@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.config import RolloutConfig
+from rlframe.rollout.base.speculative import SpeculativeMethod
 from rlframe.utils.bounds import Range
 from rlframe.utils.errors import SettingError
 from rlframe.utils.faults import Fault
@@ -101,14 +102,17 @@ class ServedConfig(RolloutConfig):
                 stated=True,
             )
 
-    def speculative_faults(self, *, cuda: bool, shares_devices: bool) -> Iterator[Fault]:
+    def speculative_faults(self, *, cuda: bool, shares_devices: bool, synced: bool) -> Iterator[Fault]:
         """See RolloutConfig."""
         assert self.speculative is not None, "rules about it are asked for if it is set"
-        if self.speculative.has_weights and cuda and shares_devices and self.sleep_level == 2:
+        if not synced and cuda and shares_devices and self.sleep_level == 2:
+            heads = self.speculative.method is SpeculativeMethod.MTP
             yield Fault(
                 "rollout.sleep_level",
-                f"must be 0 or 1 with rollout.speculative.method={self.speculative.method}",
+                f"must be 0 or 1 with rollout.speculative.method={self.speculative.method}"
+                + (" and train.mtp.mode=drop" if heads else ""),
                 got=self.sleep_level,
                 why="2 drops the weights of drafts too, and no weight sync brings them back",
-                hint="use 1, which keeps them in host memory",
+                hint="use 1, which keeps them in host memory"
+                + (", or train.mtp.mode=keep, with which every sync brings them" if heads else ""),
             )

@@ -32,10 +32,14 @@ class LoadNotes:
     """Seconds that recording took."""
 
 
-def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor that a checkpoint of the model in `folder` has."""
+def checkpoint_tensors(folder: Path, *, with_mtp: bool = False) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every tensor that a checkpoint of the model in `folder` has.
+
+    Args:
+        with_mtp: the tensors of the head for multi-token prediction too.
+    """
     family = load_family(folder)
-    return family.tensors(family.architecture(read_config(folder)))
+    return family.tensors(family.architecture(read_config(folder)).keeping_mtp(with_mtp))
 
 
 def places(model: Any) -> dict[str, tuple]:
@@ -76,6 +80,8 @@ def record_model(
     load: Callable[[Iterable[tuple[str, Tensor]]], Any],
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
+    *,
+    sparse: bool = False,
 ) -> tuple[MemoryLayout | None, str]:
     """Returns (layout, "") from the model's own loader, or (None, reason) with the reason as a clause whose subject is
     the engine.
@@ -83,7 +89,7 @@ def record_model(
     Args: as of `record_loader`.
     """
     try:
-        return record_loader(load, parameters, tensors), ""
+        return record_loader(load, parameters, tensors, sparse=sparse), ""
     except WeightSyncFailed as error:
         return None, f"has a loader that cannot be recorded: {error}"
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:

@@ -57,7 +57,7 @@ class SglangConfig(ServedConfig):
         """Yields nothing: SGLang has an argument for it. See RolloutConfig."""
         yield from ()
 
-    def speculative_faults(self, *, cuda: bool, shares_devices: bool) -> Iterator[Fault]:  # noqa: ARG002 - the same on all
+    def speculative_faults(self, *, cuda: bool, shares_devices: bool, synced: bool) -> Iterator[Fault]:  # noqa: ARG002 - the same on all
         """See RolloutConfig."""
         # SGLang 0.5.23: `eagle_sample` and `_verify_uses_greedy` of srt/speculative/eagle_utils.py.
         why = (

@@ -59,6 +59,7 @@ class SglangEngine(ServedEngine):
         with_routes: bool = False,
         adapter: EngineAdapter | None = None,
         float32_logits: bool = False,
+        with_mtp: bool = False,
     ):
         """Starts SGLang's processes and loads the model through SGLang's own full path.
 
@@ -74,6 +75,7 @@ class SglangEngine(ServedEngine):
             EngineDied: SGLang did not start.
         """
         assert adapter is None, "`config.adapter_faults` is checked with the configuration"
+        assert not with_mtp, "`config.speculative_faults` is checked with the configuration"
         super().__init__(config, folder=folder, cuda=device != "cpu")
         architecture = load_family(folder).architecture(read_config(folder))
         self.max_length = config.max_model_len or architecture.max_positions

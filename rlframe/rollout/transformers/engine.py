@@ -96,6 +96,7 @@ class TransformersEngine(RolloutEngine):
         with_routes: bool = False,
         adapter: EngineAdapter | None = None,
         float32_logits: bool = False,
+        with_mtp: bool = False,
     ):
         """Loads the model the way transformers itself loads it.
 
@@ -109,6 +110,7 @@ class TransformersEngine(RolloutEngine):
             ConfigError: the model has attention over a sliding window.
         """
         assert adapter is None, "`config.adapter_faults` is checked with the configuration"
+        assert not with_mtp, "`config.speculative_faults` is checked with the configuration"
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, attend)

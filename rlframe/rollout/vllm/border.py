@@ -10,11 +10,12 @@ class Extension(Protocol):
     Arguments and results are pickled here, because vLLM's own serialisation supports little besides bytes.
     """
 
-    def rlframe_start(self, adapter: bytes) -> None:
+    def rlframe_start(self, adapter: bytes, with_mtp: bool) -> None:
         """Prepares the rank. Must be called once, after the model is loaded.
 
         Args:
             adapter: the pickled EngineAdapter, or None.
+            with_mtp: whether weight sync brings the head for multi-token prediction.
         """
         ...
 
@@ -45,6 +46,10 @@ class Extension(Protocol):
 
     def rlframe_drafts(self) -> bytes:
         """Returns, pickled, the Drafts of this rank since it started."""
+        ...
+
+    def rlframe_refill(self) -> None:
+        """Restores what a deep sleep has dropped and neither vLLM nor a sync restores."""
         ...
 
     def rlframe_free_bytes(self) -> int:

@@ -26,14 +26,21 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.base.speculative import Drafts
-from rlframe.rollout.served.engine import ServedEngine, taken
+from rlframe.rollout.served.engine import WEIGHTS, ServedEngine, taken
 from rlframe.rollout.served.pending import PendingRequest, top_logprobs
 from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.vllm.adapter import lora_request
 from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
 from rlframe.rollout.vllm.fetch import Fetcher
-from rlframe.rollout.vllm.launch import early_core, engine_arguments, launch, register_here, set_environment
+from rlframe.rollout.vllm.launch import (
+    early_core,
+    engine_arguments,
+    launch,
+    register_here,
+    runs_first,
+    set_environment,
+)
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
@@ -81,6 +88,7 @@ class VllmEngine(ServedEngine):
         with_routes: bool = False,
         adapter: EngineAdapter | None = None,
         float32_logits: bool = False,
+        with_mtp: bool = False,
     ):
         """Starts vLLM's processes and loads the model through vLLM's own full path.
 
@@ -91,6 +99,7 @@ class VllmEngine(ServedEngine):
             with_routes: completions carry their routed experts. Requests must have no stop strings.
             adapter: adapters of every request, whose values weight sync brings.
             float32_logits: see ModelConfig.
+            with_mtp: see RolloutEngine.
 
         Raises:
             ConfigError: `engine_options` holds an argument unknown to vLLM.
@@ -116,13 +125,14 @@ class VllmEngine(ServedEngine):
             with_routes=with_routes,
             adapter=adapter,
             float32_logits=float32_logits,
+            with_mtp=with_mtp,
         )
         self._lora = lora_request() if adapter is not None else None
         self._engine: Any = asyncio.run_coroutine_threadsafe(launch(arguments, early), self._loop).result()
         self.max_length = self._engine.vllm_config.model_config.max_model_len
-        self._rpc(Extension.rlframe_start, pickle.dumps(adapter))
-        # A step that checks drafts has several tokens of a request; vLLM returns their logprobs itself.
-        records = config.speculative is None
+        self._rpc(Extension.rlframe_start, pickle.dumps(adapter), with_mtp)
+        # With vLLM's own check of drafts, which is model runner V2's, vLLM returns logprobs itself.
+        records = config.speculative is None or runs_first()
         assert records or not with_routes, "router replay with drafts is refused with the configuration"
         self._fetcher = Fetcher(partial(self._each_rank, Extension.rlframe_take)) if records else None
 
@@ -301,6 +311,8 @@ class VllmEngine(ServedEngine):
 
     def _restore(self, tag: str) -> None:
         self._wait(self._engine.wake_up(tags=[tag]), doing="wake")
+        if tag == WEIGHTS and self.weights_lost:
+            self._rpc(Extension.rlframe_refill)
 
     def begin_profile(self, request: Request) -> None:  # noqa: ARG002 - the folder is known from the start
         self._wait(self._engine.start_profile(), doing="start of the profile")

@@ -34,6 +34,10 @@ EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
 HEAD_IN_FLOAT32 = {"head_dtype": "float32"}
 """Entries of vLLM's `hf_overrides` that keep logits in float32: the weight stays as it is (vLLM 0.26 to 0.32,
 `LogitsProcessor._apply_head`)."""
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Environment variable of vLLM that says which model runner it takes."""
+CHOSEN_RUNNER = os.environ.get(RUNNER)
+"""Value that the user gave it, or None."""
 LEAST_CLAIM = 0.01
 """Value of vLLM's `gpu_memory_utilization` beside a cache of a given size. vLLM then reads it for one check only: that
 such a part of the device is free (vLLM 0.26 to 0.32, `request_memory`)."""
@@ -71,6 +75,7 @@ def engine_arguments(
     with_routes: bool = False,
     adapter: EngineAdapter | None = None,
     float32_logits: bool = False,
+    with_mtp: bool = False,
 ) -> Any:
     """Returns vLLM's AsyncEngineArgs.
 
@@ -79,11 +84,9 @@ def engine_arguments(
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    loader = {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling())}
-    loader |= {"as_loaded": adapter is not None and not cuda, "routes": with_routes}
-    if with_routes:
-        # The record of experts follows the requests of model runner V1. This process starts the others.
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    loader = {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling()), "routes": with_routes}
+    loader |= {"as_loaded": adapter is not None and not cuda} | ({"mtp": with_mtp} if drafts_with_head(config) else {})
+    choose_runner(first=with_routes or config.speculative is not None)
     options: dict[str, Any] = {
         "model": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
@@ -160,9 +163,34 @@ def speculative_options(config: SpeculativeConfig | None, *, tp: int) -> dict[st
             "model": str(resolve(ModelConfig(path=config.model), key="rollout.speculative.model")),
             "draft_tensor_parallel_size": tp,
         }
-    # All but MTP run in model runner V1, whose check of drafts waits for the device and counts a request's tokens.
-    scheduling = {} if config.method is SpeculativeMethod.MTP else {"async_scheduling": False}
+    # The check of drafts waits for the device and counts a request's tokens.
+    scheduling = {"async_scheduling": False} if runs_first() else {}
     return {"speculative_config": options} | scheduling
+
+
+def drafts_with_head(config: VllmConfig) -> bool:
+    """Returns whether vLLM drafts with the checkpoint's head for multi-token prediction."""
+    return config.speculative is not None and config.speculative.method is SpeculativeMethod.MTP
+
+
+def runs_first() -> bool:
+    """Returns whether engines that this process starts have model runner V1 for certain."""
+    return os.environ.get(RUNNER) == "0"
+
+
+def choose_runner(*, first: bool) -> None:
+    """Sets vLLM's model runner for the processes that this one starts.
+
+    Args:
+        first: take model runner V1, unless the user has chosen: the record of experts follows its requests, and its
+            check of drafts is rlframe's own. Otherwise vLLM decides.
+    """
+    if CHOSEN_RUNNER is not None:
+        return
+    if first:
+        os.environ[RUNNER] = "0"
+    else:
+        os.environ.pop(RUNNER, None)
 
 
 def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:

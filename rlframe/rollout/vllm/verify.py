@@ -6,18 +6,21 @@ without, up to the rounding of batches of another size, and one draw a token. A 
 rejection sampling of arXiv 2211.17192: a drafted token stands for a distribution of this token alone, since drafts are
 the likeliest tokens or copies of earlier ones. vLLM 0.32's own check repeats no response on a CPU, given its seed.
 
-Model runner V2 keeps vLLM's own check, whose random numbers depend on a request's seed and the position.
+Model runner V2, which the user must ask for, keeps vLLM's own check, whose random numbers depend on a request's seed
+and the position.
 
 Both report logprobs by the rule of `sampler`; vLLM 0.26 to 0.32 would report those of temperature 1.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlframe.rollout.base.speculative import Drafts
+from rlframe.rollout.vllm.record import NOT_RECORDED
 from rlframe.rollout.vllm.sampler import GREEDY_BELOW
 
 REJECTED = -1
@@ -57,13 +60,16 @@ def _first(base: Any) -> Any:
             counts = metadata.num_draft_tokens
             starts, width = _starts(counts, 1), max(counts) + 1
             tokens = self._check(metadata, logits, starts, sampling_metadata)
+            wanted = sampling_metadata.max_num_logprobs
             logprobs = None
-            if sampling_metadata.max_num_logprobs is not None:
+            if wanted is not None or self.sampler.begun:
                 places = (torch.tensor(starts)[:, None] + torch.arange(width)).clamp(max=len(logits) - 1)
                 logprobs = _logprobs(
                     self.sampler, logits[places.flatten().to(logits.device)], tokens, sampling_metadata
                 )
-            return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+            if logprobs is not None and self.sampler.begun:
+                _record(self.sampler, tokens, logprobs.logprobs[:, 0].view_as(tokens))
+            return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None if wanted is None else logprobs)
 
         def _check(self, metadata: Any, logits: Tensor, starts: list[int], sampling: Any) -> Int[Tensor, "B W"]:
             """Returns the tokens of each request, and REJECTED behind the first that its draft does not have."""
@@ -90,6 +96,24 @@ def _first(base: Any) -> Any:
     return ExactChecker
 
 
+def _record(sampler: Any, tokens: Int[Tensor, "B W"], logprobs: Float[Tensor, "B W"]) -> None:
+    """Records the tokens of a step, place by place: a record takes one token of a request at a time."""
+    runner, record = sampler.runner(), sampler.record
+    names = runner.input_batch.req_ids[: len(tokens)]
+    rows, owners = np.array([sampler.begun.get(name, NOT_RECORDED) for name in names]).T
+    lengths = np.array([len(runner.requests[name].output_token_ids) for name in names])
+    wanted = ~runner.discard_request_mask.np[: len(names)]
+    for place, has_token in enumerate((tokens != REJECTED).T.cpu().numpy()):
+        record.add(
+            rows,
+            owners,
+            lengths + place,
+            wanted & has_token,
+            tokens=tokens[:, place],
+            logprobs=logprobs[:, place],
+        )
+
+
 def _draw(sampler: Any, logits: Tensor, requests: list[int], place: int, sampling: Any) -> Int[Tensor, " B"]:
     """Returns the tokens of these requests in a place after those they have, as vLLM's Sampler draws them.
 
@@ -113,13 +137,19 @@ def _draw(sampler: Any, logits: Tensor, requests: list[int], place: int, samplin
 
 
 def _logprobs(sampler: Any, logits: Float[Tensor, "N V"], tokens: Int[Tensor, "B W"], sampling: Any) -> Any:
-    """Returns vLLM's LogprobsTensors of all places, of which vLLM leaves out those that were rejected."""
+    """Returns vLLM's LogprobsTensors of all places, of which vLLM leaves out those that were rejected. Without a wish
+    for them in `sampling`, those of the chosen tokens, for the record."""
     logits = logits.float()
     if sampling.temperature is not None:
         divisor = torch.where(sampling.temperature < GREEDY_BELOW, 1.0, sampling.temperature)
         logits = logits / divisor[:, None].expand(-1, tokens.shape[1]).reshape(-1, 1)
     chosen = tokens.clamp(min=0).flatten().to(torch.int64)
-    return sampler.gather_logprobs(sampler.compute_logprobs(logits), sampling.max_num_logprobs, chosen)
+    logprobs = sampler.compute_logprobs(logits)
+    if sampling.max_num_logprobs is not None:
+        return sampler.gather_logprobs(logprobs, sampling.max_num_logprobs, chosen)
+    from vllm.v1.outputs import LogprobsTensors
+
+    return LogprobsTensors(chosen[:, None], logprobs.gather(1, chosen[:, None]), chosen)
 
 
 def _forbid_stops(logits: Float[Tensor, "B V"], requests: list[int], place: int, sampling: Any) -> None:

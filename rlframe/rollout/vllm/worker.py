@@ -8,7 +8,7 @@ import copy
 import logging
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.served.plain import dequantized_weights, is_quantized
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
-from rlframe.rollout.vllm import verify
+from rlframe.rollout.vllm import drafter, verify
 from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
+from rlframe.rollout.vllm.drafter import DRAFT, DRAFT_NOTES, DraftNotes
+from rlframe.rollout.vllm.reload import LayerwiseReload
 from rlframe.rollout.vllm.routes import CAPTURE, RouteCapture, RouteRecord
 from rlframe.rollout.vllm.sampler import install
 from rlframe.rollout.vllm.warm_up import warm_up_with
@@ -40,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 LOAD_FORMAT = "rlframe"
 """Value of vLLM's `load_format` that selects `RecordingLoader`."""
-DRAFT = "draft"
-"""vLLM's `runner_type` of a model that only drafts."""
 NOTES = "rlframe_notes"
 """Attribute of the loaded model that holds its `LoadNotes`."""
 
@@ -52,7 +52,8 @@ class RecordingLoader(DefaultModelLoader):
     quantised ones stand for, on the same path.
 
     `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`; `warm_up`,
-    for `warm_up_with`; `routes`, for a `RouteCapture`; and `as_loaded`, for `keep_as_loaded`.
+    for `warm_up_with`; `routes`, for a `RouteCapture`; `mtp`, if vLLM drafts with the head for multi-token
+    prediction: whether weight sync brings it; and `as_loaded`, for `keep_as_loaded`.
     """
 
     def __init__(self, load_config: Any):
@@ -61,6 +62,9 @@ class RecordingLoader(DefaultModelLoader):
         self._random_seed: int | None = settings.pop("random_seed", None)
         self._warm_up: dict[str, Any] | None = settings.pop("warm_up", None)
         self._with_routes: bool = settings.pop("routes", False)
+        self._with_mtp: bool | None = settings.pop("mtp", None)
+        self._drafts = False
+        """Whether the model is the drafter."""
         if settings.pop("as_loaded", False):
             keep_as_loaded()
         load_config.model_loader_extra_config = settings
@@ -73,15 +77,21 @@ class RecordingLoader(DefaultModelLoader):
         self._places: dict[str, tuple] = {}
 
     def load_model(self, vllm_config: Any, model_config: Any, **kwargs: Any) -> Any:
-        """Returns the model, loaded and post-processed by vLLM, with its `LoadNotes`. Weights of drafts, which no sync
-        changes, are loaded by vLLM alone."""
-        if model_config.runner_type == DRAFT:
+        """Returns the model, loaded and post-processed by vLLM, with its `LoadNotes` or `DraftNotes`. A draft
+        model of its own is loaded by vLLM alone."""
+        self._drafts = model_config.runner_type == DRAFT
+        if self._drafts and self._with_mtp is None:
             return DefaultModelLoader(self.load_config).load_model(
                 vllm_config=vllm_config, model_config=model_config, **kwargs
             )
         model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
+        recorded = self._layout
         if self._layout is not None and (changed := moved(self._places, places(model), engine="vLLM")):
             self._layout, self._refusal = None, changed
+        if self._drafts:
+            if self._with_mtp:
+                setattr(model, DRAFT_NOTES, DraftNotes(self._tensors, recorded, self._refusal, self._record_s))
+            return model
         notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
         setattr(model, NOTES, notes)
         if self._with_routes:
@@ -95,10 +105,10 @@ class RecordingLoader(DefaultModelLoader):
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Records the layout, then loads the weights."""
-        self._tensors = checkpoint_tensors(Path(model_config.model))
+        self._tensors = checkpoint_tensors(Path(model_config.model), with_mtp=self._drafts)
         self._places = places(model)
         started = time.perf_counter()
-        self._layout, self._refusal = record_vllm_model(model, self._tensors)
+        self._layout, self._refusal = record_vllm_model(model, self._tensors, drafts=self._drafts)
         self._record_s = time.perf_counter() - started
         super().load_weights(model, model_config)
 
@@ -143,15 +153,21 @@ def keep_as_loaded() -> None:
     utils.check_cpu_sgl_kernel = lambda *_: False
 
 
-def record_vllm_model(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> tuple[MemoryLayout | None, str]:
-    """Returns (layout, "") from the model's own `load_weights`, or (None, why there is none)."""
+def record_vllm_model(
+    model: Any, tensors: Mapping[str, tuple[int, ...]], *, drafts: bool = False
+) -> tuple[MemoryLayout | None, str]:
+    """Returns (layout, "") from the model's own `load_weights`, or (None, why there is none).
+
+    Args:
+        drafts: whether it is a drafter, which may leave what it shares with the policy unfilled.
+    """
     parameters = dict(model.named_parameters())
     unmade = next((name for name, value in parameters.items() if value.device.type == "meta"), None)
     if unmade is not None:
         # The loader of such a layer counts the tensors and quantises at the end; a recording would be counted too.
         return None, f"makes {unmade} while it loads (vLLM quantises the weights as they arrive)"
     with expert_maps_on_cpu(model):
-        return record_model(model.load_weights, parameters, tensors)
+        return record_model(model.load_weights, parameters, tensors, sparse=drafts)
 
 
 @contextmanager
@@ -169,97 +185,6 @@ def expert_maps_on_cpu(model: Any) -> Iterator[None]:
             manager._expert_map = expert_map
 
 
-class LayerwiseReload:
-    """Loads whole tensors into a running engine by vLLM's own layerwise reload. It post-processes them as at the start,
-    layer by layer, and writes the result into the layer's parameters."""
-
-    def __init__(self, model: Any, vllm_config: Any, notes: LoadNotes):
-        self._model, self._vllm_config, self._notes = model, vllm_config, notes
-        self._arrived: set[str] = set()
-        self._filled: set[str] = set()
-        self._places: dict[str, tuple] = {}
-        self.under_way = False
-        """True from `begin` to the end of `finish`. The model cannot run meanwhile, and never again if an error came in
-        between."""
-
-    def begin(self) -> None:
-        """Starts a reload. The model cannot run until `finish`.
-
-        Raises:
-            WeightSyncFailed: the last reload was interrupted.
-        """
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        if self.under_way:
-            raise WeightSyncFailed("the last reload of vLLM was interrupted; the engine must be restarted")
-        self.under_way = True
-        self._arrived, self._filled, self._places = set(), set(), places(self._model)
-        self._forget_cpu_expert_kernels()
-        initialize_layerwise_reload(self._model)
-
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads whole tensors by their names in the checkpoint, each once, in any order and any number of calls. vLLM
-        keeps references to them until their layer is complete."""
-        self._filled |= self._model.load_weights(self._noted(tensors)) or set()
-
-    def finish(self) -> None:
-        """Completes the layers.
-
-        Raises:
-            WeightSyncFailed: a tensor of the checkpoint is missing, a parameter was not filled, or one was moved, so
-                that captured CUDA graphs would read the old one.
-        """
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        with set_current_vllm_config(self._vllm_config):
-            finalize_layerwise_reload(self._model, self._vllm_config.model_config)
-            self._pack_tied_for_cpu()
-        if missing := self._notes.tensors.keys() - self._arrived:
-            raise WeightSyncFailed(f"the reload of vLLM lacks {len(missing)} tensors, such as {min(missing)}")
-        # vLLM 0.26 reports expert weights without the name of the module that holds them.
-        filled, held = (
-            {name.replace(".routed_experts.", ".") for name in names}
-            for names in (self._filled, self._notes.parameters)
-        )
-        if empty := held - filled:
-            raise WeightSyncFailed(f"the reload of vLLM did not fill {len(empty)} parameters, such as {min(empty)}")
-        if not self._on_cpu and (changed := moved(self._places, places(self._model), engine="vLLM")):
-            raise WeightSyncFailed(f"the reload of vLLM moved parameters that CUDA graphs read: the engine {changed}")
-        self.under_way = False
-
-    def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
-            self._arrived.add(name)
-            yield name, tensor
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self._vllm_config.device_config.device_type == "cpu"
-
-    def _forget_cpu_expert_kernels(self) -> None:
-        # Workaround for vLLM 0.30 to 0.32: they pack expert weights for the CPU only if no kernel exists yet, so a
-        # reload would leave them unpacked. No error is raised, and logprobs are wrong by several nats. Not needed any
-        # more once the calibration of a streamed sync passes without it.
-        if self._on_cpu:
-            for module in self._model.modules():
-                method: Any = getattr(module, "quant_method", None)
-                if getattr(method, "moe_kernel", None) is not None:
-                    method.moe_kernel = None
-
-    def _pack_tied_for_cpu(self) -> None:
-        # Workaround for vLLM 0.26 to 0.32: an output layer that shares the embedding's weight has a packed copy of it
-        # on the CPU. A reload repacks only the layer that received the weight, which is the embedding, and leaves the
-        # old output layer without an error. Not needed any more once the calibration of a streamed sync of a tied model
-        # passes without it.
-        if self._on_cpu:
-            owners: dict[int, Any] = {}
-            for module in self._model.modules():
-                for parameter in module.parameters(recurse=False):
-                    if parameter.numel() and owners.setdefault(id(parameter), module) is not module:
-                        module.quant_method.process_weights_after_loading(module)
-
-
 class RankExtension:
     """Adds the methods of `Extension` to vLLM's worker class. The engine calls them on all ranks at once."""
 
@@ -268,7 +193,7 @@ class RankExtension:
     model_runner: Any
     vllm_config: Any
 
-    def rlframe_start(self, adapter: bytes) -> None:
+    def rlframe_start(self, adapter: bytes, with_mtp: bool) -> None:
         """See Extension."""
         model = self.model_runner.get_model()
         capture: RouteCapture | None = getattr(model, CAPTURE, None)
@@ -276,12 +201,16 @@ class RankExtension:
         self.rlframe_record = install(self.model_runner, routes=self.rlframe_routes)
         self.rlframe_checker = verify.install(self.model_runner)
         notes: LoadNotes = getattr(model, NOTES)
-        self.rlframe_reload = LayerwiseReload(model, self.vllm_config, notes)
+        self.rlframe_drafter = drafter.of_runner(self.model_runner, model)
+        assert (self.rlframe_drafter is not None) == with_mtp, "vLLM 0.26 to 0.32 load the head by the loader above"
+        if self.rlframe_drafter is not None:
+            notes = self.rlframe_drafter.joined(notes)
+        self.rlframe_reload = LayerwiseReload(model, self.vllm_config, notes, self.rlframe_drafter)
         # Modules that vLLM has wrapped for adapters hold what they were as `base_layer`.
         parameters = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
         self.rlframe_destination = WeightDestination(
             notes.layout,
-            parameters,
+            drafter.parameters_with(self.rlframe_drafter, parameters),
             tensors=notes.tensors,
             dtype=self.vllm_config.model_config.dtype,
             device=self.device,
@@ -342,6 +271,11 @@ class RankExtension:
     def rlframe_drafts(self) -> bytes:
         """See Extension."""
         return pickle.dumps(Drafts() if self.rlframe_checker is None else self.rlframe_checker.drafts())
+
+    def rlframe_refill(self) -> None:
+        """See Extension."""
+        if self.rlframe_drafter is not None:
+            self.rlframe_drafter.refill()
 
     def rlframe_free_bytes(self) -> int:
         """Returns the bytes of this rank's device that no process uses."""

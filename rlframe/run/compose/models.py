@@ -33,6 +33,7 @@ from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.run.check.engines.adapters import engine_adapter
+from rlframe.run.check.engines.speculative import syncs_head
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.profiling import engine_profile
 from rlframe.run.roles import teacher_engine
@@ -266,6 +267,7 @@ def _engines(parts: Parts, placement: Placement, group: type[Group], slots: list
         replace(
             setup,
             adapter=engine_adapter(config),
+            with_mtp=syncs_head(config),
             profile=engine_profile(parts) if group is RolloutGroup else None,
         ),
         slots=slots,

@@ -36,6 +36,7 @@ from rlframe.models import remote_code, tokenizer
 from rlframe.models.chat_template import Exported, text_of
 from rlframe.models.hub import resolve
 from rlframe.models.inspection import has_mtp
+from rlframe.rollout.base.speculative import SpeculativeMethod
 from rlframe.run.check import check_device
 from rlframe.run.check.machines.cluster import needs
 from rlframe.run.compose.nsys import under_nsys
@@ -65,6 +66,13 @@ def say_dropped_head(config: RunConfig, folder: Path) -> None:
             logger.warning(
                 "train.mtp.mode=drop: the head for multi-token prediction of %s is not loaded, and exports will lack "
                 "it; with train.mtp.mode=keep it stays as it is, with train it is trained",
+                config.model.path,
+            )
+        speculative = config.rollout.speculative
+        if speculative is not None and speculative.method is SpeculativeMethod.MTP:
+            logger.warning(
+                "rollout.speculative.method=mtp with train.mtp.mode=drop: engines draft with the head that they load "
+                "from %s, which no weight sync brings; fewer drafts are accepted as the policy moves away from it",
                 config.model.path,
             )
 

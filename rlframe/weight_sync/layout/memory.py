@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +76,8 @@ def record_loader(
     load: Callable[[Iterable[tuple[str, Tensor]]], Any],
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
+    *,
+    sparse: bool = False,
 ) -> MemoryLayout:
     """Returns the layout that an engine's own `load` gives to the engine's own `parameters`.
 
@@ -84,6 +86,7 @@ def record_loader(
 
     Args:
         load: takes (name, tensor) pairs and writes into `parameters`, which it finds by itself.
+        sparse: leave parameters of which the loader fills nothing out of the layout.
 
     Raises:
         WeightSyncFailed: as `record`; or two parameters lie in one storage.
@@ -91,7 +94,7 @@ def record_loader(
     recorder = _Recorder(parameters, tensors)
     with torch.no_grad(), recorder:
         load(iter(recorder.checkpoint.items()))
-    return recorder.layout()
+    return recorder.layout(sparse=sparse)
 
 
 def load_tensor(layout: MemoryLayout, parameters: Mapping[str, Tensor], name: str, value: Tensor) -> None:
@@ -124,6 +127,30 @@ def identity_layout(parameters: Mapping[str, Tensor]) -> MemoryLayout:
             value.copy_(checkpoint[name])
 
     return record(load, parameters, {name: tuple(value.shape) for name, value in parameters.items()})
+
+
+def joined(layout: MemoryLayout, other: MemoryLayout, *, parameters: Mapping[str, str]) -> MemoryLayout:
+    """Returns the layout of a rank that holds `layout`, and some parameters of `other` beside it. A tensor that both
+    hold is held twice, which digests know.
+
+    Args:
+        parameters: the names in the result of those parameters of `other`.
+    """
+    boxes = dict(layout.boxes)
+    for name, theirs in other.boxes.items():
+        mine = tuple(replace(box, parameter=parameters[box.parameter]) for box in theirs if box.parameter in parameters)
+        if mine:
+            boxes[name] = (*boxes.get(name, ()), *mine)
+    tensors = layout.tensors | other.tensors
+    padding = (
+        replace(each, parameter=parameters[each.parameter]) for each in other.padding if each.parameter in parameters
+    )
+    return MemoryLayout(
+        boxes={name: boxes[name] for name in tensors if name in boxes},
+        tensors=tensors,
+        parameters=layout.parameters | {new: other.parameters[old] for old, new in parameters.items()},
+        padding=(*layout.padding, *padding),
+    )
 
 
 def clear_padding(layout: MemoryLayout, parameters: Mapping[str, Tensor]) -> None:
@@ -193,8 +220,11 @@ class _Recorder(TorchDispatchMode):
         for each mode that may be compiled, which takes seconds in a fresh process."""
         return False
 
-    def layout(self) -> MemoryLayout:
+    def layout(self, *, sparse: bool = False) -> MemoryLayout:
         """Returns the recorded layout after the loader has run.
+
+        Args:
+            sparse: see `record_loader`.
 
         Raises:
             WeightSyncFailed: elements of a parameter are unfilled, or filled twice.
@@ -203,11 +233,14 @@ class _Recorder(TorchDispatchMode):
         for source, target in self._copies:
             by_tensor[source.name].update(dict.fromkeys(_boxes(source, target, self._tensors[source.name])))
         padding = tuple(Padding(zero.name, zero.offset, zero.size, zero.stride) for zero in self._zeros)
-        _check_coverage(self._parameters, itertools.chain.from_iterable(by_tensor.values()), padding)
+        written = list(itertools.chain.from_iterable(by_tensor.values()))
+        filled = {each.parameter for each in (*written, *padding)}
+        held = {name: value for name, value in self._parameters.items() if name in filled or not sparse}
+        _check_coverage(held, written, padding)
         return MemoryLayout(
             boxes={name: tuple(by_tensor[name]) for name in self._tensors if by_tensor.get(name)},
             tensors={name: tuple(shape) for name, shape in self._tensors.items()},
-            parameters={name: Parameter(tuple(value.shape), value.dtype) for name, value in self._parameters.items()},
+            parameters={name: Parameter(tuple(value.shape), value.dtype) for name, value in held.items()},
             padding=padding,
         )
 

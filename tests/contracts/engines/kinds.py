@@ -34,7 +34,13 @@ class Kind:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def start(
-        self, folder: Path, *, dtype: torch.dtype = torch.float32, float32_logits: bool = False, **settings: Any
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        float32_logits: bool = False,
+        with_mtp: bool = False,
+        **settings: Any,
     ) -> RolloutEngine:
         """The engine on the CPU, with routes where it and the model have them."""
         component, config = find("rlframe.rollout", self.name, key="rollout.name")
@@ -42,7 +48,13 @@ class Kind:
         has_experts = load_family(folder).architecture(read_config(folder)).num_experts > 0
         with_routes = has_experts and chosen.speculative is None and not list(chosen.route_faults(cuda=False))
         engine = component(
-            chosen, folder=folder, dtype=dtype, device="cpu", with_routes=with_routes, float32_logits=float32_logits
+            chosen,
+            folder=folder,
+            dtype=dtype,
+            device="cpu",
+            with_routes=with_routes,
+            float32_logits=float32_logits,
+            with_mtp=with_mtp,
         )
         if not self.core:
             engine.passes = Passes(engine)

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,8 +72,14 @@ def test_tokens_behind_a_draft_have_the_models_distribution(drafting: ServedEngi
     before = drafting.drafts()
     seconds = torch.tensor([int(each.token_ids[1]) for each in drafting.generate(requests)])
     assert (drafting.drafts() - before).num_checks >= NUM_SAMPLES / 2
-    expected = NUM_SAMPLES * second_token(model, prompt, temperature=0.7, stops=drafting.stop_tokens)
-    counts = torch.bincount(seconds, minlength=len(expected)).double()
+    policy = transformers_model(model, load_file(model / "model.safetensors"))
+    require_frequencies(seconds, second_token(policy, prompt, temperature=0.7, stops=drafting.stop_tokens))
+
+
+def require_frequencies(tokens: torch.Tensor, probabilities: torch.Tensor) -> None:
+    """Compares how often each token came with its probability."""
+    expected = len(tokens) * probabilities
+    counts = torch.bincount(tokens, minlength=len(expected)).double()
     rare = expected < 5
     counts, expected = (torch.cat([each[~rare], each[rare].sum()[None]]) for each in (counts, expected))
     freedom = len(counts) - 1
@@ -81,9 +88,8 @@ def test_tokens_behind_a_draft_have_the_models_distribution(drafting: ServedEngi
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def second_token(folder: Path, prompt: tuple[int, ...], *, temperature: float, stops: list[int]) -> torch.Tensor:
-    """[V] probabilities of the second token of a response, in which no stop token may come."""
-    policy = transformers_model(folder, load_file(folder / "model.safetensors"))
+def second_token(policy: Any, prompt: tuple[int, ...], *, temperature: float, stops: list[int]) -> torch.Tensor:
+    """[V] probabilities of the second token of a response of transformers' model, in which no stop token may come."""
 
     @torch.no_grad()
     def probabilities(rows: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,12 @@ HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", 
 """Keys of config.json that say how many multi-token prediction heads a checkpoint has."""
 
 
+def syncs_head(run: RunConfig) -> bool:
+    """Returns whether engines draft with the policy's head for multi-token prediction, which weight sync brings."""
+    speculative = run.rollout.speculative
+    return speculative is not None and speculative.method is SpeculativeMethod.MTP and run.train.mtp.keeps
+
+
 def faults(run: RunConfig, *, cuda: bool) -> Iterator[Fault]:
     """Checks that engines can draft, and that drafts fit the model.
 
@@ -24,7 +30,8 @@ def faults(run: RunConfig, *, cuda: bool) -> Iterator[Fault]:
     speculative = run.rollout.speculative
     if speculative is None:
         return
-    yield from run.rollout.speculative_faults(cuda=cuda, shares_devices=run.cluster.colocate)
+    synced = not speculative.has_weights or syncs_head(run)
+    yield from run.rollout.speculative_faults(cuda=cuda, shares_devices=run.cluster.colocate, synced=synced)
     if run.train.moe.router_replay:
         yield Fault(
             KEY,
@@ -48,9 +55,14 @@ def _head_faults(run: RunConfig) -> Iterator[Fault]:
     if not any(inner.get(key) for key in HEADS):
         why = f"{run.model.path} has no heads for multi-token prediction: none of {', '.join(HEADS)} in config.json"
         yield Fault(f"{KEY}.method", "must be ngram or draft_model", got="mtp", why=why)
-    elif run.model.random_init:
-        why = "heads are loaded from the checkpoint"
-        yield Fault(f"{KEY}.method", "must not be mtp with model.random_init=true", got="mtp", why=why)
+    elif run.model.random_init and not syncs_head(run):
+        yield Fault(
+            f"{KEY}.method",
+            "must not be mtp with model.random_init=true and train.mtp.mode=drop",
+            got="mtp",
+            why="there is no checkpoint from which heads could be loaded",
+            hint="or set train.mtp.mode=train",
+        )
 
 
 def _model_faults(run: RunConfig, path: str) -> Iterator[Fault]:

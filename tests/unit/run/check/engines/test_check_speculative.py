@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from rlframe.megatron.config.mtp import MtpConfig, MtpMode
 from rlframe.models.hub import EMBEDDED
 from rlframe.run.check import check
+from rlframe.run.check.engines import speculative
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
@@ -57,3 +59,18 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         check(load("grpo_qwen3_moe", ["rollout=vllm", *DRAFT, f"rollout.speculative.model={tmp_path}"]))
     assert f"rollout.speculative.model must have vocab_size={config['vocab_size']}" in str(refused.value)
+
+
+def test_heads_that_a_sync_brings_need_no_checkpoint_and_survive_the_deepest_sleep(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "num_nextn_predict_layers": 1}))
+    run = load("grpo_qwen3_moe", ["rollout=vllm", *CUDA, *MTP])
+    run.model.path, run.model.random_init = str(tmp_path), True
+    found = [str(fault) for fault in speculative.faults(run, cuda=True)]
+    assert len(found) == 2
+    assert found[0].startswith(
+        "rollout.sleep_level must be 0 or 1 with rollout.speculative.method=mtp and train.mtp.mo"
+    )
+    assert "or train.mtp.mode=keep, with which every sync brings them" in found[0]
+    assert "must not be mtp with model.random_init=true and train.mtp.mode=drop" in found[1]
+    run.train.mtp = MtpConfig(mode=MtpMode.KEEP)
+    assert list(speculative.faults(run, cuda=True)) == []

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.layout.memory import MemoryLayout, record_loader
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class LoadNotes:
     """Reason why there is no layout, as a clause whose subject is the engine. Empty if there is a layout."""
     record_s: float
     """Seconds that recording took."""
+    quantized: bool = False
+    """Whether the engine holds matrices in an EngineFormat of few bits."""
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -38,7 +42,7 @@ def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     return family.tensors(family.architecture(read_config(folder)))
 
 
-def places(model: Any) -> dict[str, tuple]:
+def places(parameters: Mapping[str, Tensor]) -> dict[str, tuple]:
     """Returns address, strides and format of every parameter, by name."""
     return {
         name: (
@@ -48,7 +52,7 @@ def places(model: Any) -> dict[str, tuple]:
             value.stride(),
             value.dtype,
         )
-        for name, value in model.named_parameters()
+        for name, value in parameters.items()
     }
 
 
@@ -76,6 +80,7 @@ def record_model(
     load: Callable[[Iterable[tuple[str, Tensor]]], Any],
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[MemoryLayout | None, str]:
     """Returns (layout, "") from the model's own loader, or (None, reason) with the reason as a clause whose subject is
     the engine.
@@ -83,7 +88,7 @@ def record_model(
     Args: as of `record_loader`.
     """
     try:
-        return record_loader(load, parameters, tensors), ""
+        return record_loader(load, parameters, tensors, dtypes), ""
     except WeightSyncFailed as error:
         return None, f"has a loader that cannot be recorded: {error}"
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
@@ -104,10 +109,10 @@ def random_weights(
     with ThreadPoolExecutor(max_workers=1) as pool:
         for name in names:
             draw = partial(random_tensor, name, tensors[name], seed=seed, device=device)
-            yield name, pool.submit(_on_stream, stream, draw).result()
+            yield name, pool.submit(on_stream, stream, draw).result()
 
 
-def _on_stream(stream: Any, draw: Callable[[], Tensor]) -> Tensor:
-    """Returns what `draw` returns, with its work ordered on `stream`. Returns None on CPU."""
+def on_stream(stream: Any, make: Callable[[], T]) -> T:
+    """Returns what `make` returns, with its work ordered on `stream`, which is None on a CPU."""
     with torch.cuda.stream(stream):
-        return draw()
+        return make()

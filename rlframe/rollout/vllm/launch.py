@@ -13,11 +13,13 @@ import torch
 
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import read_config, resolve
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.models.remote_code import runs_config
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.speculative import SpeculativeConfig, SpeculativeMethod
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.served.plain import is_quantized, plain_config
+from rlframe.rollout.served.quantized import stated_format
 from rlframe.rollout.vllm.config import VllmConfig, slot_rank
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.errors import ConfigError
@@ -47,6 +49,10 @@ def set_environment(config: VllmConfig, *, cuda: bool) -> None:
     # Every request has a seed, for which vLLM never uses FlashInfer's sampler. It would only be compiled for the
     # warm-up, or fail there if it is missing.
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    if config.quantization is not EngineFormat.NONE:
+        # DeepGEMM keeps scales in an order of its own, where weight sync does not write them. vLLM's CUTLASS kernels and
+        # Triton's read weights and scales as they are loaded.
+        os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     # Ray decides how many cores a worker has; vLLM's own binding would place several engines on the same ones.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Training runs send no usage reports to vLLM's authors.
@@ -80,7 +86,9 @@ def engine_arguments(
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     loader = {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling())}
-    loader |= {"as_loaded": adapter is not None and not cuda, "routes": with_routes}
+    eight = config.quantization is not EngineFormat.NONE
+    loader |= {"as_loaded": (adapter is not None or eight) and not cuda, "routes": with_routes}
+    loader |= {"engine_format": config.quantization.value}
     if with_routes:
         # The record of experts follows the requests of model runner V1. This process starts the others.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -97,6 +105,7 @@ def engine_arguments(
         "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "kv_cache_dtype": config.kv_cache_dtype.value,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         # A teacher's engine returns as many of the most likely tokens as algorithm.top_k asks for.
@@ -126,6 +135,7 @@ def engine_arguments(
 def overrides(folder: Path, config: VllmConfig, *, float32_logits: bool) -> dict[str, Any]:
     """Returns the engine argument that changes config.json, the user's changes among them, or nothing."""
     changed = (config.engine_options.get("hf_overrides") or {}) | (HEAD_IN_FLOAT32 if float32_logits else {})
+    changed |= stated_format(folder, config.quantization)
     if is_quantized(folder):
         return {"hf_overrides": partial(plain_config, overrides=changed)}
     return {"hf_overrides": changed} if changed else {}

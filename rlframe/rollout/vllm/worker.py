@@ -19,13 +19,16 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.served.plain import dequantized_weights, is_quantized
+from rlframe.rollout.served.quantized import formats, quantized_weights, shapes
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
 from rlframe.rollout.vllm import verify
 from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
+from rlframe.rollout.vllm.layout import weights
 from rlframe.rollout.vllm.routes import CAPTURE, RouteCapture, RouteRecord
 from rlframe.rollout.vllm.sampler import install
 from rlframe.rollout.vllm.warm_up import warm_up_with
@@ -52,7 +55,8 @@ class RecordingLoader(DefaultModelLoader):
     quantised ones stand for, on the same path.
 
     `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`; `warm_up`,
-    for `warm_up_with`; `routes`, for a `RouteCapture`; and `as_loaded`, for `keep_as_loaded`.
+    for `warm_up_with`; `routes`, for a `RouteCapture`; `as_loaded`, for `keep_as_loaded`; and `engine_format`, in which
+    matrices are held.
     """
 
     def __init__(self, load_config: Any):
@@ -61,7 +65,9 @@ class RecordingLoader(DefaultModelLoader):
         self._random_seed: int | None = settings.pop("random_seed", None)
         self._warm_up: dict[str, Any] | None = settings.pop("warm_up", None)
         self._with_routes: bool = settings.pop("routes", False)
-        if settings.pop("as_loaded", False):
+        self._format = EngineFormat(settings.pop("engine_format", EngineFormat.NONE))
+        self._as_loaded: bool = settings.pop("as_loaded", False)
+        if self._as_loaded:
             keep_as_loaded()
         load_config.model_loader_extra_config = settings
         load_config.load_format = "safetensors"
@@ -80,9 +86,16 @@ class RecordingLoader(DefaultModelLoader):
                 vllm_config=vllm_config, model_config=model_config, **kwargs
             )
         model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
-        if self._layout is not None and (changed := moved(self._places, places(model), engine="vLLM")):
+        if self._layout is not None and (changed := moved(self._places, places(weights(model)), engine="vLLM")):
             self._layout, self._refusal = None, changed
-        notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
+        notes = LoadNotes(
+            self._tensors,
+            frozenset(self._places),
+            self._layout,
+            self._refusal,
+            self._record_s,
+            quantized=self._format is not EngineFormat.NONE,
+        )
         setattr(model, NOTES, notes)
         if self._with_routes:
             setattr(model, CAPTURE, capture_of(model, vllm_config))
@@ -95,14 +108,27 @@ class RecordingLoader(DefaultModelLoader):
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Records the layout, then loads the weights."""
-        self._tensors = checkpoint_tensors(Path(model_config.model))
-        self._places = places(model)
+        tensors = checkpoint_tensors(Path(model_config.model))
+        self._tensors = dict(shapes(tensors, self._format))
+        self._places = places(weights(model))
         started = time.perf_counter()
-        self._layout, self._refusal = record_vllm_model(model, self._tensors)
+        dtypes = formats(self._tensors, model_config.dtype) if self._format is not EngineFormat.NONE else None
+        self._layout, self._refusal = record_vllm_model(model, self._tensors, dtypes)
         self._record_s = time.perf_counter() - started
+        if self._as_loaded:
+            keep_blocks_as_loaded(model)
         super().load_weights(model, model_config)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields the checkpoint's tensors, or random ones, as this engine holds them."""
+        plain = self._plain_weights(model_config, model)
+        if self._format is EngineFormat.NONE:
+            yield from plain
+            return
+        device = str(next(model.parameters()).device)
+        yield from quantized_weights(plain, self._format, dtype=model_config.dtype, device=device)
+
+    def _plain_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields the checkpoint's tensors, or random ones. Tensors are drawn and dequantised only if this rank holds
         part of them."""
         folder = Path(model_config.model)
@@ -110,12 +136,13 @@ class RecordingLoader(DefaultModelLoader):
             yield from super().get_all_weights(model_config, model)
             return
         self.counter_before_loading_weights = time.perf_counter()
-        held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
+        tensors = checkpoint_tensors(folder)
+        held = [name for name in tensors if self._layout is None or name in self._layout.boxes]
         if self._random_seed is None:
             yield from dequantized_weights(folder, held)
             return
         device = str(next(model.parameters()).device)
-        yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
+        yield from random_weights(held, tensors, seed=self._random_seed, device=device)
 
 
 def capture_of(model: Any, vllm_config: Any) -> RouteCapture | None:
@@ -143,15 +170,25 @@ def keep_as_loaded() -> None:
     utils.check_cpu_sgl_kernel = lambda *_: False
 
 
-def record_vllm_model(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> tuple[MemoryLayout | None, str]:
+def keep_blocks_as_loaded(model: Any) -> None:
+    """Makes layers in FP8 blocks of a CPU keep their weights as loaded, for the reason of `keep_as_loaded`. Their kernel
+    then packs a weight each time that it reads it (vLLM 0.32, `CPUFp8BlockScaledMMKernel`)."""
+    for module in model.modules():
+        if getattr(module, "weight_block_size", None) is not None:
+            module._cpu_skip_gemm_dispatch = True
+
+
+def record_vllm_model(
+    model: Any, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype] | None = None
+) -> tuple[MemoryLayout | None, str]:
     """Returns (layout, "") from the model's own `load_weights`, or (None, why there is none)."""
-    parameters = dict(model.named_parameters())
+    parameters = weights(model)
     unmade = next((name for name, value in parameters.items() if value.device.type == "meta"), None)
     if unmade is not None:
         # The loader of such a layer counts the tensors and quantises at the end; a recording would be counted too.
         return None, f"makes {unmade} while it loads (vLLM quantises the weights as they arrive)"
     with expert_maps_on_cpu(model):
-        return record_model(model.load_weights, parameters, tensors)
+        return record_model(model.load_weights, parameters, tensors, dtypes)
 
 
 @contextmanager
@@ -193,7 +230,7 @@ class LayerwiseReload:
         if self.under_way:
             raise WeightSyncFailed("the last reload of vLLM was interrupted; the engine must be restarted")
         self.under_way = True
-        self._arrived, self._filled, self._places = set(), set(), places(self._model)
+        self._arrived, self._filled, self._places = set(), set(), places(weights(self._model))
         self._forget_cpu_expert_kernels()
         initialize_layerwise_reload(self._model)
 
@@ -224,7 +261,7 @@ class LayerwiseReload:
         )
         if empty := held - filled:
             raise WeightSyncFailed(f"the reload of vLLM did not fill {len(empty)} parameters, such as {min(empty)}")
-        if not self._on_cpu and (changed := moved(self._places, places(self._model), engine="vLLM")):
+        if not self._on_cpu and (changed := moved(self._places, places(weights(self._model)), engine="vLLM")):
             raise WeightSyncFailed(f"the reload of vLLM moved parameters that CUDA graphs read: the engine {changed}")
         self.under_way = False
 
@@ -278,7 +315,7 @@ class RankExtension:
         notes: LoadNotes = getattr(model, NOTES)
         self.rlframe_reload = LayerwiseReload(model, self.vllm_config, notes)
         # Modules that vLLM has wrapped for adapters hold what they were as `base_layer`.
-        parameters = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
+        parameters = {name.replace(".base_layer.", "."): value for name, value in weights(model).items()}
         self.rlframe_destination = WeightDestination(
             notes.layout,
             parameters,
@@ -286,7 +323,8 @@ class RankExtension:
             dtype=self.vllm_config.model_config.dtype,
             device=self.device,
             refusal=notes.refusal,
-            reload=self.rlframe_reload,
+            # A reload's staging memory has one number format.
+            reload=None if notes.quantized else self.rlframe_reload,
             record_s=notes.record_s,
         )
         if (asked := pickle.loads(adapter)) is not None:

@@ -2,8 +2,8 @@
 own.
 
 A rank quantises what it holds, so its part of a matrix must consist of whole blocks. Ranks that hold the same part then
-have the same bits, and weight sync proves them as it does all tensors: the digest of what an engine holds is that of the
-quantisation of what the trainer holds.
+have the same bits, and weight sync proves them as it does all tensors: the digest of what an engine holds is that of
+the quantisation of what the trainer holds.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,8 @@
 """Weights as a trainer sends them to engines that compute in FP8: which are quantised, and under which names.
 
-They are those of a checkpoint in FP8 blocks on the hub: `name` in float8_e4m3fn, and `name + SCALE` in float32. Embeddings,
-the output layer, norms, routers and biases stay as they are. Imports no torch: configurations are checked without it.
+They are those of a checkpoint in FP8 blocks on the hub: `name` in float8_e4m3fn, and `name + SCALE` in float32.
+Embeddings, the output layer, norms, routers and biases stay as they are. Imports no torch: configurations are checked
+without it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,9 +4,9 @@ A weight is float8_e4m3fn, and each block of it has a scale. weight = value * sc
 once. That is transformers 5.19 `integrations.finegrained_fp8.Fp8Dequantize._dequantize_one`, and for blocks that the
 weight's end cuts, which transformers refuses, DeepSeek-V3 `inference/kernel.py` `weight_dequant`.
 
-`quantize` is its inverse: scale = amax / 448 in float32, and value = weight / scale, rounded to the nearest (DeepSeek-V3,
-arXiv 2412.19437, section 3.3.2). With `powers_of_2` a scale is rounded up to a power of two, by the rule of Transformer
-Engine 2.20 `recipe_common.cuh` `compute_scale_from_amax`, whose blockwise recipe does so.
+`quantize` is its inverse: scale = amax / 448 in float32, and value = weight / scale, rounded to the nearest
+(DeepSeek-V3, arXiv 2412.19437, section 3.3). With `powers_of_2` a scale is rounded up to a power of two, by the rule of
+Transformer Engine 2.20 `recipe_common.cuh` `compute_scale_from_amax`, whose blockwise recipe does so.
 """
 
 from collections.abc import Sequence

@@ -226,8 +226,8 @@ class RolloutConfig:
         )
 
     def quantization_faults(self, architecture: "Architecture", *, cuda: bool) -> Iterator[Fault]:  # noqa: ARG002
-        """Yields a fault for every reason why engines cannot hold this model in `engine_format`, or its keys and values in
-        `cache_format`, of which one is set.
+        """Yields a fault for every reason why engines cannot hold this model in `engine_format`, or its keys and values
+        in `cache_format`, of which one is set.
 
         Subclasses override it if their engine can.
 

@@ -35,10 +35,11 @@ class ServedConfig(RolloutConfig):
     """Size of the key-value cache on each device, in GB. null: what gpu_memory_utilization leaves, on a CPU 1.07. With
     a size the engine measures no memory: it starts while the policy does, and other runs may use the device."""
     quantization: EngineFormat = EngineFormat.NONE
-    """Number format of the matrices in layers. none: that of dtype. fp8_block: the trainer quantises them for each weight
-    sync, in blocks of 128 x 128 with float32 scales, and proves the engine's bytes against that; products quantise
-    activations too, so that logprobs differ more from the trainer's and a correction is due. fp8_block_powers_of_2: with
-    scales that are powers of two, the weights with which train.fp8.recipe=blockwise trains."""
+    """Number format of the matrices in layers. none: that of dtype. fp8_block: the trainer quantises them for each
+    weight sync, in blocks of 128 x 128 with float32 scales, and proves the engine's bytes against that; products
+    quantise activations too, so that logprobs differ more from the trainer's and a correction is due.
+    fp8_block_powers_of_2: with scales that are powers of two, the weights with which train.fp8.recipe=blockwise
+    trains."""
     kv_cache_dtype: CacheFormat = CacheFormat.AUTO
     """Number format of the key-value cache. auto: that of activations. fp8: half the bytes of bfloat16, so twice the
     sequences at once, and logprobs that differ more from the trainer's."""

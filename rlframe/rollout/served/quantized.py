@@ -80,7 +80,8 @@ def quantized(
 def quantized_reader(
     tensor: Callable[[str], Tensor], engine_format: EngineFormat, *, dtype: torch.dtype
 ) -> Callable[[str], Tensor]:
-    """Returns the function that gives a tensor as the engine holds it, from the one that gives those of a checkpoint."""
+    """Returns the function that gives a tensor as the engine holds it, from the one that gives those of a
+    checkpoint."""
 
     def held(name: str) -> Tensor:
         if not name.removesuffix(SCALE).endswith(blocks.MATRICES):

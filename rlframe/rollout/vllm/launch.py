@@ -50,8 +50,8 @@ def set_environment(config: VllmConfig, *, cuda: bool) -> None:
     # warm-up, or fail there if it is missing.
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if config.quantization is not EngineFormat.NONE:
-        # DeepGEMM keeps scales in an order of its own, where weight sync does not write them. vLLM's CUTLASS kernels and
-        # Triton's read weights and scales as they are loaded.
+        # DeepGEMM keeps scales in an order of its own, where weight sync does not write them. vLLM's CUTLASS kernels
+        # and Triton's read weights and scales as they are loaded.
         os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     # Ray decides how many cores a worker has; vLLM's own binding would place several engines on the same ones.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

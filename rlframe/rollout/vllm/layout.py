@@ -62,8 +62,8 @@ def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """Returns the parameters that hold weights. Those for scales of keys and values, which vLLM makes for checkpoints that
-    have such scales, are none: vLLM reads them at the end of loading and deletes them."""
+    """Returns the parameters that hold weights. Those for scales of keys and values, which vLLM makes for checkpoints
+    that have such scales, are none: vLLM reads them at the end of loading and deletes them."""
     from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 
     return {name: each for name, each in model.named_parameters() if not isinstance(each, KVCacheScaleParameter)}
@@ -82,7 +82,8 @@ def engine_layouts(
     Args:
         folder: needs config.json only.
         ep: each rank holds whole experts, instead of a slice of each.
-        engine_format: number format of matrices in layers. On a machine without GPUs other than NONE needs a CPU with AMX.
+        engine_format: number format of matrices in layers. On a machine without GPUs other than NONE needs a CPU with
+            AMX.
 
     Raises:
         ConfigError: vLLM is not installed, or cannot split the model over `tp` ranks.

@@ -171,8 +171,8 @@ def keep_as_loaded() -> None:
 
 
 def keep_blocks_as_loaded(model: Any) -> None:
-    """Makes layers in FP8 blocks of a CPU keep their weights as loaded, for the reason of `keep_as_loaded`. Their kernel
-    then packs a weight each time that it reads it (vLLM 0.32, `CPUFp8BlockScaledMMKernel`)."""
+    """Makes layers in FP8 blocks of a CPU keep their weights as loaded, for the reason of `keep_as_loaded`. Their
+    kernel then packs a weight each time that it reads it (vLLM 0.32, `CPUFp8BlockScaledMMKernel`)."""
     for module in model.modules():
         if getattr(module, "weight_block_size", None) is not None:
             module._cpu_skip_gemm_dispatch = True

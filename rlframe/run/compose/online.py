@@ -26,8 +26,8 @@ from rlframe.run.compose.throughput import throughput
 from rlframe.run.compose.trained import Trained, trained
 from rlframe.run.config import RunConfig
 from rlframe.weight_sync.adapted import ADAPTERS, BASE
-from rlframe.weight_sync.border import SourceRank
 from rlframe.weight_sync.adapters import AdapterSync
+from rlframe.weight_sync.border import SourceRank
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.config import HoldIn
 

@@ -4,10 +4,10 @@
     mix(z): z = z * A,  z = z xor (z >> 32),  z = z * B,  z = z xor (z >> 32)                       mod 2^64
 
 A word is 4 neighbouring elements of a row in formats of 16 bits, 2 of float32, 8 of 8 bits, as they lie in memory;
-fewer in tensors that some rank's shard cuts elsewhere (`units`), the rest of the word being 0. -0.0 and 0.0 differ; NaN equals itself.
-K and W belong to the row, k and w to the word's column; all have 64 bits and are drawn from a seed by splitmix64, W and
-w odd; A and B are odd constants. Being a sum, the digest of a tensor is the sum of the digests of any partition of it
-into whole words, whoever holds which part.
+fewer in tensors that some rank's shard cuts elsewhere (`units`), the rest of the word being 0. -0.0 and 0.0 differ; NaN
+equals itself. K and W belong to the row, k and w to the word's column; all have 64 bits and are drawn from a seed by
+splitmix64, W and w odd; A and B are odd constants. Being a sum, the digest of a tensor is the sum of the digests of any
+partition of it into whole words, whoever holds which part.
 
 **A change within one word, so of any single element, is always seen**, whatever the seed: `mix` is a bijection, so that
 it changes by some D that is not 0 mod 2^64, and the sum by D * W * w. Odd numbers have an inverse mod 2^64.
@@ -84,7 +84,8 @@ def distinct(boxes: Iterable[Box]) -> tuple[list[Box], list[Box]]:
 
 
 def words(bits: NDArray, unit: int) -> NDArray[np.uint64]:
-    """Returns [rows, cols / unit] the words of a contiguous matrix of patterns, [rows, cols] uint8, uint16 or uint32."""
+    """Returns [rows, cols / unit] the words of a contiguous matrix of patterns, [rows, cols] uint8, uint16 or
+    uint32."""
     kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[unit * bits.itemsize]
     return bits.view(kind).astype(np.uint64, copy=False)
 

@@ -19,8 +19,8 @@ KEY = "rollout.quantization"
 
 
 def faults(run: RunConfig) -> Iterator[Fault]:
-    """Checks that trainer and engines can quantise the model in the same way, and that nothing needs weights that are not
-    quantised."""
+    """Checks that trainer and engines can quantise the model in the same way, and that nothing needs weights that are
+    not quantised."""
     rollout, (architecture, _) = run.rollout, architecture_of(run)
     plain = rollout.engine_format is EngineFormat.NONE
     if not samples(run) or (plain and rollout.cache_format is CacheFormat.AUTO):
@@ -64,8 +64,8 @@ def _model_faults(run: RunConfig, architecture: Architecture) -> Iterator[Fault]
         if "/" in words:
             yield Fault(
                 "train.parallel",
-                f"must leave each rank whole blocks of {blocks.SIZE} with {KEY}={run.rollout.engine_format}: {words} is "
-                f"{size} for {architecture.model_type}",
+                f"must leave each rank whole blocks of {blocks.SIZE} with {KEY}={run.rollout.engine_format}: "
+                f"{words} is {size} for {architecture.model_type}",
                 got=run.train.parallel,
                 hint="use a smaller tp or etp",
                 stated=True,

@@ -173,9 +173,18 @@ def keep_as_loaded() -> None:
 def keep_blocks_as_loaded(model: Any) -> None:
     """Makes layers in FP8 blocks of a CPU keep their weights as loaded, for the reason of `keep_as_loaded`. Their
     kernel then packs a weight each time that it reads it (vLLM 0.32, `CPUFp8BlockScaledMMKernel`)."""
-    for module in model.modules():
-        if getattr(module, "weight_block_size", None) is not None:
-            module._cpu_skip_gemm_dispatch = True
+    layers: list[Any] = [each for each in model.modules() if getattr(each, "weight_block_size", None) is not None]
+    if not layers:
+        return
+    for layer in layers:
+        layer._cpu_skip_gemm_dispatch = True
+    from vllm.v1.attention.backends import cpu_attn
+
+    # Workaround for vLLM 0.32: attention by AMX leaves the tiles of a thread otherwise than the product in FP8 expects
+    # to find them, which then dies of an illegal instruction, sooner or later. Not needed any more once scores of 3, 17
+    # and 40 tokens pass without it.
+    chosen = cpu_attn._get_attn_isa
+    cpu_attn._get_attn_isa = lambda *args, **kwargs: "vec" if (isa := chosen(*args, **kwargs)) == "amx" else isa
 
 
 def record_vllm_model(

@@ -5,12 +5,9 @@ Embeddings, the output layer, norms, routers and biases stay as they are. Import
 without it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rlframe.models.families.base import Architecture
+from typing import Any
 
 SIZE = 128
 """Rows and columns of a block."""
@@ -85,27 +82,3 @@ def unknown(tensors: Shapes) -> str | None:
         if layered and not name.endswith(MATRICES + PLAIN):
             return name
     return None
-
-
-def uneven(architecture: "Architecture", *, tp: int, expert_tp: int) -> Iterator[tuple[str, int]]:
-    """Yields each size of a rank's part of a matrix that is not a multiple of SIZE, with the words for it.
-
-    Args:
-        tp: ranks over which attention and dense layers are split.
-        expert_tp: ranks over which each expert is split.
-    """
-    width, dense = architecture.head_dim, not all(architecture.moe_layers)
-    sizes = {
-        "hidden_size": architecture.hidden_size,
-        f"num_attention_heads * head_dim / {tp}": architecture.num_attention_heads * width // tp,
-        f"num_kv_heads * head_dim / {tp}": max(1, architecture.num_kv_heads // tp) * width,
-    }
-    if dense:
-        sizes[f"ffn_hidden_size / {tp}"] = architecture.ffn_hidden_size // tp
-    if architecture.num_experts:
-        sizes[f"expert_ffn_hidden_size / {expert_tp}"] = architecture.expert_ffn_hidden_size // expert_tp
-    if architecture.shared_ffn_hidden_size:
-        sizes[f"shared_ffn_hidden_size / {tp}"] = architecture.shared_ffn_hidden_size // tp
-    for words, size in sizes.items():
-        if size % SIZE:
-            yield words.removesuffix(" / 1"), size

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 from rlframe.models.families.base import Architecture
-from rlframe.models.quantized import blocks
-from rlframe.models.quantized.blocks import EngineFormat
+from rlframe.models.quantized.blocks import SIZE, EngineFormat
+from rlframe.models.shards import uneven_blocks
 from rlframe.rollout.base.config import CacheFormat, RolloutConfig
 from rlframe.utils.bounds import Range
 from rlframe.utils.errors import SettingError
@@ -116,10 +116,10 @@ class ServedConfig(RolloutConfig):
         """See RolloutConfig. Subclasses add the rules by which their engine splits a model."""
         if self.quantization is not EngineFormat.NONE:
             expert_tp = 1 if self.expert_parallel else self.tp
-            for words, size in blocks.uneven(architecture, tp=self.tp, expert_tp=expert_tp):
+            for words, size in uneven_blocks(architecture, tp=self.tp, expert_tp=expert_tp):
                 yield Fault(
                     "rollout.quantization",
-                    f"needs {words} to be a multiple of {blocks.SIZE}, got {size} of {architecture.model_type}",
+                    f"needs {words} to be a multiple of {SIZE}, got {size} of {architecture.model_type}",
                     got=self.quantization,
                     hint="use none, or a smaller rollout.tp" if self.tp > 1 else "use none",
                     stated=True,

@@ -77,16 +77,15 @@ def quantized(
     return fp8.quantize(weight.to(device).to(dtype), powers_of_2=engine_format.powers_of_2)
 
 
-def quantized_reader(
-    tensor: Callable[[str], Tensor], engine_format: EngineFormat, *, dtype: torch.dtype
-) -> Callable[[str], Tensor]:
+def quantized_reader(tensor: Callable[[str], Tensor], engine_format: EngineFormat) -> Callable[[str], Tensor]:
     """Returns the function that gives a tensor as the engine holds it, from the one that gives those of a
     checkpoint."""
 
     def held(name: str) -> Tensor:
         if not name.removesuffix(SCALE).endswith(blocks.MATRICES):
             return tensor(name)
-        return quantized(tensor(name.removesuffix(SCALE)), engine_format, dtype=dtype)[name.endswith(SCALE)]
+        pair = quantized(tensor(name.removesuffix(SCALE)), engine_format, dtype=torch.bfloat16)
+        return pair[name.endswith(SCALE)]
 
     return tensor if engine_format is EngineFormat.NONE else held
 

@@ -8,6 +8,7 @@ from rlframe.models import hub
 from rlframe.models.families.base import Architecture
 from rlframe.models.quantized import blocks
 from rlframe.models.quantized.blocks import EngineFormat
+from rlframe.models.shards import uneven_blocks
 from rlframe.rollout.base.config import CacheFormat, EngineDtype
 from rlframe.rollout.base.speculative import SpeculativeMethod
 from rlframe.run.check.context import architecture_of, device_of, online, samples
@@ -59,7 +60,7 @@ def _model_faults(run: RunConfig, architecture: Architecture) -> Iterator[Fault]
     if not run.trains(online=online(run)):
         return
     parallel = Parallel.parse(run.train.parallel)
-    for words, size in blocks.uneven(architecture, tp=parallel.tp, expert_tp=parallel.etp):
+    for words, size in uneven_blocks(architecture, tp=parallel.tp, expert_tp=parallel.etp):
         # Sizes that no rank splits are faults of rollout.quantization.
         if "/" in words:
             yield Fault(

@@ -163,9 +163,12 @@ def test_a_rank_whose_part_cuts_blocks_refuses() -> None:
 def test_a_trainer_that_does_not_quantise_is_refused() -> None:
     name = "a.q_proj.weight"
 
+    def whole(held: dict[str, Tensor], checkpoint: dict[str, Tensor]) -> None:
+        held[name].copy_(checkpoint[name])
+
     def end(dtype: torch.dtype) -> tuple[MemoryLayout, dict[str, Tensor]]:
         weights = {name: torch.zeros(128, 128).to(dtype)}
-        return record(lambda p, c: p[name].copy_(c[name]), weights, {name: (128, 128)}), weights
+        return record(whole, weights, {name: (128, 128)}), weights
 
     sources = LocalSources([WeightSource(*end(torch.bfloat16))])
     engines = LocalDestinations([[destination(*end(torch.float8_e4m3fn), dtype=torch.bfloat16)]])
@@ -179,7 +182,11 @@ def test_parts_keep_their_places_when_a_matrix_is_in_several() -> None:
     name = "a.q_proj.weight"
     weights = {"p": torch.arange(4 * 128 * 128, dtype=torch.float32).view(512, 128) - 30000}
     boxes = (Box(name, 0, 128, 0, 128, "p", 128 * 128, 128, 1), Box(name, 256, 128, 0, 128, "p", 0, 128, 1))
-    whole = record(lambda p, c: p["p"].copy_(c[name]), weights, {name: (512, 128)})
+
+    def load(held: dict[str, Tensor], checkpoint: dict[str, Tensor]) -> None:
+        held["p"].copy_(checkpoint[name])
+
+    whole = record(load, weights, {name: (512, 128)})
     layout = MemoryLayout(boxes={name: boxes}, tensors=whole.tensors, parameters=whole.parameters)
     sent = QuantizedWeights(layout, weights, EngineFormat.FP8_BLOCK)
     assert [box.region[:2] for box in sent.layout.boxes[name + SCALE]] == [(0, 1), (2, 1)]

@@ -58,7 +58,7 @@ class QuantizedWeights:
         kept = {name: mine for name, mine in layout.boxes.items() if name not in parts}
         names = {box.parameter for mine in kept.values() for box in mine}
         self.parameters = {name: weights[name] for name in weights if name in names}
-        """What is sent, by name: whole parameters, and the quantised parts."""
+        """The tensors that are sent, by name: whole parameters, and the quantised parts."""
         held = {name: layout.parameters[name] for name in self.parameters}
         for each in self._quantized:
             for name, part in zip(_names(each.boxes[0].tensor, each.region), (each.values, each.scales), strict=True):
@@ -99,7 +99,7 @@ class QuantizedWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Quantises the present weights."""
+        """Computes the quantisation of the present weights."""
         for each in self._quantized:
             values, scales = self._of(each)
             each.values.copy_(values)
@@ -107,7 +107,7 @@ class QuantizedWeights:
 
     @torch.no_grad()
     def require_current(self, rank: int) -> None:
-        """Quantises the present weights again and compares the result with what is sent.
+        """Compares the quantisation of the present weights with what is sent.
 
         Raises:
             WeightsDrifted: they differ; the message names the tensor.

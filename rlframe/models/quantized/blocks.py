@@ -24,7 +24,7 @@ class EngineFormat(StrEnum):
     """Number format of the matrices in an engine's layers."""
 
     NONE = "none"
-    """That of its activations."""
+    """The number format of its activations."""
     FP8_BLOCK = "fp8_block"
     """float8_e4m3fn, and a float32 scale for each block of 128 x 128."""
     FP8_BLOCK_POWERS_OF_2 = "fp8_block_powers_of_2"
@@ -37,7 +37,7 @@ class EngineFormat(StrEnum):
 
     @property
     def powers_of_2(self) -> bool:
-        """Whether scales are powers of two."""
+        """Returns whether scales are powers of two."""
         return self is EngineFormat.FP8_BLOCK_POWERS_OF_2
 
 

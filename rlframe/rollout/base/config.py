@@ -40,7 +40,7 @@ class CacheFormat(StrEnum):
     """Number format of the key-value cache."""
 
     AUTO = "auto"
-    """That of activations."""
+    """The number format of activations."""
     FP8 = "fp8"
     """float8_e4m3fn, with the constant scale 1."""
 

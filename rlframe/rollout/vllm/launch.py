@@ -85,10 +85,7 @@ def engine_arguments(
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    loader = {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling())}
-    eight = config.quantization is not EngineFormat.NONE
-    loader |= {"as_loaded": (adapter is not None or eight) and not cuda, "routes": with_routes}
-    loader |= {"engine_format": config.quantization.value}
+    loader = loader_settings(config, adapter, cuda=cuda)
     if with_routes:
         # The record of experts follows the requests of model runner V1. This process starts the others.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -105,7 +102,6 @@ def engine_arguments(
         "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "kv_cache_dtype": config.kv_cache_dtype.value,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         # A teacher's engine returns as many of the most likely tokens as algorithm.top_k asks for.
@@ -115,7 +111,7 @@ def engine_arguments(
         # One token an output, so that a stop string is seen at the token that completes it.
         "stream_interval": 1,
         "load_format": "rlframe",
-        "model_loader_extra_config": loader,
+        "model_loader_extra_config": loader | {"random_seed": random_seed, "routes": with_routes},
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
     }
@@ -130,6 +126,16 @@ def engine_arguments(
     options |= adapter_options(adapter) | speculative_options(config.speculative, tp=config.tp)
     options |= memory_options(config, cuda=cuda) | config.engine_options
     return AsyncEngineArgs(**options | overrides(folder, config, float32_logits=float32_logits))
+
+
+def loader_settings(config: VllmConfig, adapter: EngineAdapter | None, *, cuda: bool) -> dict[str, Any]:
+    """Returns settings of `worker.RecordingLoader`. Weights that nothing can reload must lie where they were loaded."""
+    in_place = adapter is not None or config.quantization is not EngineFormat.NONE
+    return {
+        "warm_up": warm_up_values(config.sampling()),
+        "as_loaded": in_place and not cuda,
+        "engine_format": config.quantization.value,
+    }
 
 
 def overrides(folder: Path, config: VllmConfig, *, float32_logits: bool) -> dict[str, Any]:
@@ -180,6 +186,7 @@ def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:
     others may take and free memory of the device while it starts."""
     return {
         "enable_sleep_mode": cuda and config.sleeps,
+        "kv_cache_dtype": config.kv_cache_dtype.value,
         "gpu_memory_utilization": config.gpu_memory_utilization if config.measures_memory else LEAST_CLAIM,
         "kv_cache_memory_bytes": config.cache_bytes or (None if cuda else CPU_CACHE_BYTES),
     }

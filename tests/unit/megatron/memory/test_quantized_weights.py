@@ -85,6 +85,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine_format", FORMATS, ids=str)
 @pytest.mark.parametrize("split", [{}, {"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "etp": 2}], ids=str)
 def test_ranks_send_the_quantisation_of_whole_weights(split: dict[str, int], engine_format: EngineFormat) -> None:
@@ -121,7 +122,7 @@ def test_engines_get_the_bits_that_ranks_quantise() -> None:
     assert report.num_bytes < 0.52 * plain
 
 
-@pytest.mark.parametrize(("tensor", "bit"), [(NAME, 1), (NAME + SCALE, 1), (NAME + SCALE, 128)])
+@pytest.mark.parametrize(("tensor", "bit"), [pytest.param(NAME, 1, marks=pytest.mark.thorough), (NAME + SCALE, 1)])
 def test_a_flipped_bit_in_an_engine_is_noticed(tensor: str, bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     world.trainer.train_to(1)
@@ -135,6 +136,7 @@ def test_a_flipped_bit_in_an_engine_is_noticed(tensor: str, bit: int, monkeypatc
         world.sync.publish(version=1)
 
 
+@pytest.mark.thorough
 def test_a_weight_that_changes_after_it_was_quantised_is_noticed() -> None:
     ranks = Ranks(shards(MODEL), EngineFormat.FP8_BLOCK, version=0)
     layout, parameters = ranks.ranks[0]

@@ -99,11 +99,11 @@ def test_ranks_send_the_quantisation_of_whole_weights(split: dict[str, int], eng
 
 
 class World:
-    """A trainer of several ranks, and an engine of four that has loaded the same weights by itself."""
+    """A trainer of several ranks, and an engine of two that has loaded the same weights by itself."""
 
     def __init__(self) -> None:
-        self.trainer = Ranks(shards(MODEL, tp=2, pp=2, ep=2), EngineFormat.FP8_BLOCK, version=0)
-        self.engine = Ranks(shards(MODEL, tp=2, etp=2), EngineFormat.FP8_BLOCK, version=0)
+        self.trainer = Ranks(shards(MODEL, tp=2, ep=2), EngineFormat.FP8_BLOCK, version=0)
+        self.engine = Ranks(shards(MODEL, tp=2), EngineFormat.FP8_BLOCK, version=0)
         sources = LocalSources([WeightSource(each.layout, each.parameters) for each in self.trainer.sent])
         ends = [destination(each.layout, each.parameters, dtype=torch.bfloat16) for each in self.engine.sent]
         self.ends: list[WeightDestination] = ends
@@ -122,7 +122,8 @@ def test_engines_get_the_bits_that_ranks_quantise() -> None:
     assert report.num_bytes < 0.52 * plain
 
 
-@pytest.mark.parametrize(("tensor", "bit"), [pytest.param(NAME, 1, marks=pytest.mark.thorough), (NAME + SCALE, 1)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("tensor", "bit"), [(NAME, 1), (NAME + SCALE, 1), (NAME + SCALE, 128)])
 def test_a_flipped_bit_in_an_engine_is_noticed(tensor: str, bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     world.trainer.train_to(1)

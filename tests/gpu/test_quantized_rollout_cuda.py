@@ -200,6 +200,18 @@ def test_a_gpu_quantises_as_a_cpu_bit_for_bit(powers_of_2: bool) -> None:
     mine = FP8.quantize(weight.bfloat16(), powers_of_2=powers_of_2)
     theirs = FP8.quantize(weight.bfloat16().cuda(), powers_of_2=powers_of_2)
     assert all(torch.equal(bits(one), bits(other)) for one, other in zip(mine, theirs, strict=True))
+    # And by the kernel, in parts: some rows, and all columns but the first 128.
+    from rlframe.models.quantized.fp8_kernels import QuantizeTable  # noqa: PLC0415 - Triton exists only with CUDA
+
+    held = weight.bfloat16().cuda()
+    values, scales = torch.zeros_like(theirs[0]), torch.zeros_like(theirs[1])
+    places = [(slice(0, 256), slice(0, 2560)), (slice(256, 1024), slice(0, 128)), (slice(256, 1024), slice(128, 2560))]
+    parts = []
+    for rows, cols in places:
+        grid = slice(rows.start // 128, rows.stop // 128), slice(cols.start // 128, cols.stop // 128)
+        parts.append((held[rows, cols], values[rows, cols], scales[grid]))
+    QuantizeTable(parts, powers_of_2=powers_of_2).run()
+    assert torch.equal(bits(values), bits(mine[0])) and torch.equal(scales.cpu(), mine[1])
 
 
 def test_powers_of_two_are_the_weights_with_which_transformer_engine_computes() -> None:

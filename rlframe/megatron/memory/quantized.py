@@ -8,6 +8,7 @@ the quantisation of what the trainer holds.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from rlframe.utils.errors import WeightsDrifted, WeightSyncFailed
 from rlframe.weight_sync.layout.boxes import Box, Region, matrix_shape
 from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
 from rlframe.weight_sync.proof.terms import distinct
+
+if TYPE_CHECKING:
+    from rlframe.models.quantized.fp8_kernels import QuantizeTable
 
 ALIGNMENT = 64
 """Bytes at whose multiples parts begin."""
@@ -72,7 +76,29 @@ class QuantizedWeights:
             parameters=held,
             padding=tuple(padding for padding in layout.padding if padding.parameter in self.parameters),
         )
+        self._table, self._rest = None, self._quantized
+        if self._quantized and self._quantized[0].values.is_cuda:
+            self._table, self._rest = self._launch()
         self.update()
+
+    def _launch(self) -> tuple["QuantizeTable | None", list[Quantized]]:
+        """Returns the parts that one launch quantises, and the others."""
+        from rlframe.models.quantized.fp8_kernels import QuantizeTable  # noqa: PLC0415 - Triton exists only with CUDA
+
+        parts, rest = [], []
+        for each in self._quantized:
+            views = [box.view(self._weights) for box in each.boxes]
+            whole = all(view.dtype is ROUNDED and view.stride(1) == 1 and view.shape[0] % SIZE == 0 for view in views)
+            # Adapters are merged anew for each read.
+            if not whole or not isinstance(self._weights, dict):
+                rest.append(each)
+                continue
+            first = 0
+            for view in views:
+                end = first + view.shape[0]
+                parts.append((view, each.values[first:end], each.scales[first // SIZE : end // SIZE]))
+                first = end
+        return QuantizeTable(parts, powers_of_2=self._powers) if parts else None, rest
 
     def _allocate(
         self, parts: Mapping[str, list[tuple[Region, tuple[Box, ...]]]], device: torch.device
@@ -100,7 +126,9 @@ class QuantizedWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Computes the quantisation of the present weights."""
-        for each in self._quantized:
+        if self._table is not None:
+            self._table.run()
+        for each in self._rest:
             values, scales = self._of(each)
             each.values.copy_(values)
             each.scales.copy_(scales)

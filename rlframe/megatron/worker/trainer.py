@@ -114,6 +114,7 @@ class Trainer:
             if each.channel and channel.endswith(each.channel):
                 if each not in self.quantized:
                     self.quantized[each] = QuantizedWeights(self.layout, self.weights, each)
+                    torch.cuda.synchronize()
                 return WeightSource(self.quantized[each].layout, self.quantized[each].parameters)
         return WeightSource(self.layout, self.weights)
 

@@ -65,7 +65,7 @@ class Fp8(Quantization):
         scales = torch.empty(rows, columns, dtype=torch.float32, device=weight.device)
         for strip in strips(0, rows, height * columns * width):
             part = slice(strip.start * height, strip.stop * height)
-            blocks = weight[part].float().view(-1, height, columns, width)
+            blocks = weight[part].float().reshape(-1, height, columns, width)
             scale = block_scales(blocks.abs().amax((1, 3)), powers_of_2=powers_of_2)
             # A maximum divided by its rounded scale may exceed the largest number, which float8 would make NaN.
             scaled = (blocks / scale[:, None, :, None]).clamp_(-LARGEST, LARGEST)

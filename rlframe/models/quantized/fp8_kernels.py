@@ -55,7 +55,7 @@ def _code(value):
 
 @triton.jit
 def _quantize(boxes, tiles, SIZE: tl.constexpr, POWERS: tl.constexpr):
-    """Quantises one block."""
+    """Computes the values and the scale of one block."""
     tile = tiles + tl.program_id(0).to(tl.int64) * 3
     box = boxes + tl.load(tile).to(tl.int64) * 6
     down, across = tl.load(tile + 1).to(tl.int64), tl.load(tile + 2).to(tl.int64)

@@ -129,10 +129,11 @@ def test_a_synced_engine_scores_as_one_that_has_loaded_the_weights(case: Case, t
     new = perturbed(load_file(case.folder / "model.safetensors"), seed=5)
     case.train_to(new)
     case.sync.publish(version=4)
-    synced = case.engine.score(SEQUENCES)
+    synced = [case.engine.score([each]) for each in SEQUENCES]
     save_file(new, make(tmp_path) / "model.safetensors")
     fresh = started(tmp_path, EngineFormat.FP8_BLOCK)
-    assert fresh.engine.score(SEQUENCES) == synced
+    # One at a time: the kernel rounds otherwise in other batches, and those depend on when requests arrive.
+    assert [fresh.engine.score([each]) for each in SEQUENCES] == synced
     fresh.engine.close()
 
 

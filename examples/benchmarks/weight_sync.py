@@ -2,6 +2,7 @@
 
     python examples/benchmarks/weight_sync.py 4b_copy --output result.json
     python examples/benchmarks/weight_sync.py 4b_adapter --output result.json
+    python examples/benchmarks/weight_sync.py 4b_bf16 4b_fp8 4b_fp8_cache --output result.json
     python examples/benchmarks/weight_sync.py 30b_ep2 30b_tp2 30b_split --output result.json
     python examples/benchmarks/weight_sync.py 30b_ep4 30b_tp4 30b_2_2 235b_cut --output result.json      # four GPUs
 
@@ -20,7 +21,7 @@ import tempfile
 import time
 import traceback
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,7 +39,8 @@ from rlframe.cluster.roles import Topology, engines, policy
 from rlframe.megatron.config.lora import LoraConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
-from rlframe.rollout.base.config import EngineDtype
+from rlframe.models.quantized.blocks import EngineFormat
+from rlframe.rollout.base.config import CacheFormat, EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import EngineWorker, RolloutSetup
 from rlframe.types.input import ModelInput
@@ -54,12 +56,15 @@ REPEATS = {"reload": 1}
 """Syncs by transport; a stream takes many seconds."""
 MOST_REPEATS = 7
 """Syncs where REPEATS says nothing; the first is left out of the medians."""
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 64]}
 """vLLM's compilation: CUDA graphs of whole decode steps; no Inductor, whose compile time would be most of the run."""
 
 
 CACHE_GB = 2.0
 """Of vLLM's key-value cache, which these runs hardly use."""
+SAMPLED_CACHE_GB = 6.0
+"""The same where responses are sampled."""
+RESPONSE_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +81,19 @@ class Case:
     """(layout of the trainer, transport)."""
     lora: LoraConfig | None = None
     """Adapters, which are then sent alone."""
+    engine_format: EngineFormat = EngineFormat.NONE
+    cache_format: CacheFormat = CacheFormat.AUTO
+    responses: int = 0
+    """Responses of RESPONSE_TOKENS that are sampled at once after the syncs, and timed."""
 
 
+SAMPLED = Case(model="qwen3_4b", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"),), responses=64)
+FP8 = EngineFormat.FP8_BLOCK
 CASES = {
+    "4b_bf16": SAMPLED,
+    "4b_fp8": replace(SAMPLED, engine_format=FP8),
+    "4b_fp8_cache": replace(SAMPLED, engine_format=FP8, cache_format=CacheFormat.FP8),
+    "30b_fp8": Case(model="qwen3_30b_a3b", tp=1, colocate=False, syncs=(("d1", "cuda_ipc"),), engine_format=FP8),
     "4b_copy": Case(model="qwen3_4b", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"), ("d1", "reload"))),
     "4b_adapter": Case(
         model="qwen3_4b",
@@ -171,7 +186,9 @@ def run_case(case: Case, folder: Path, logs: Path, speeds: LinkSpeeds, stack: Ex
     for train, transport in case.syncs:
         # What the engine holds by now: random weights, changed by every sync so far.
         parallel = Parallel.parse(train)
-        sources = BenchmarkSources(model, parallel, placement, logs, changes=changes, lora=case.lora)
+        sources = BenchmarkSources(
+            model, parallel, placement, logs, changes=changes, lora=case.lora, engine_format=case.engine_format
+        )
         try:
             outcome["syncs"].append(
                 {"train": train} | measure(sources, rollout, transport, speeds, alone=bool(case.lora))
@@ -185,7 +202,25 @@ def run_case(case: Case, folder: Path, logs: Path, speeds: LinkSpeeds, stack: Ex
             rollout.call(DestinationRank.close)
             sources.stop()
         print(json.dumps(outcome["syncs"][-1]), flush=True)
+    if case.responses:
+        outcome["tokens_per_s"] = sampling_speed(rollout, case.responses)
+        print(json.dumps({"tokens_per_s": outcome["tokens_per_s"]}), flush=True)
     return outcome
+
+
+def sampling_speed(rollout: RolloutGroup, responses: int) -> list[float]:
+    """Tokens per second of batches of responses to short prompts. The first has warmed up."""
+    sampling = SamplingParams(max_tokens=RESPONSE_TOKENS, min_tokens=RESPONSE_TOKENS)
+    speeds = []
+    for batch in range(4):
+        requests = [
+            GenerationRequest(input=ModelInput(np.arange(5, 69) + index), sampling=sampling, seed=1000 * batch + index)
+            for index in range(responses)
+        ]
+        begun = time.perf_counter()
+        rollout.workers.wait([rollout.workers.ask(0, EngineWorker.generate, requests)], doing="generate", ranks=[0])
+        speeds.append(responses * RESPONSE_TOKENS / (time.perf_counter() - begun))
+    return speeds[1:]
 
 
 def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Path) -> RolloutGroup:
@@ -197,7 +232,9 @@ def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Pat
         expert_parallel=case.expert_parallel,
         max_tokens=64,
         max_model_len=1024,
-        kv_cache_gb=CACHE_GB,
+        kv_cache_gb=SAMPLED_CACHE_GB if case.responses else CACHE_GB,
+        quantization=case.engine_format,
+        kv_cache_dtype=case.cache_format,
         engine_options={
             "compilation_config": GRAPHS,
             "max_num_batched_tokens": 1024,
@@ -242,8 +279,9 @@ def measure(
     sync.calibrate(version=0)
     calibrated = time.perf_counter()
     reports: list[SyncReport] = []
+    quantize_s = []
     for step in range(1, REPEATS.get(transport, MOST_REPEATS) + 1):
-        sources.change()
+        quantize_s.append(sources.change())
         reports.append(sync.publish(version=step))
     request = GenerationRequest(input=ModelInput(np.array([5, 6, 7])), sampling=SamplingParams(max_tokens=8), seed=0)
     asked = rollout.workers.ask(0, EngineWorker.generate, [request])
@@ -258,6 +296,7 @@ def measure(
             "trainer": max(sources.record_s),
             "engine": max(info.record_s for info in rollout.call(DestinationRank.describe)),
         },
+        "quantize_s": statistics.median(quantize_s),
         "connect_s": connected - begun,
         "calibrate_s": calibrated - connected,
         "bytes": plan.total_bytes,

@@ -16,11 +16,13 @@ from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.megatron.config.lora import LoraConfig
 from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.memory.quantized import QuantizedWeights
 from rlframe.models import shards
 from rlframe.models.adapters import key
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Shard
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.models.random_init import random_tensor
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.utils.calls import RankCall
@@ -35,9 +37,16 @@ class SourceWorker(Worker):
     source: WeightSource
     adapters: WeightSource
 
-    def start(self, model: ModelConfig, own: list[Shard], changes: int, lora: LoraConfig | None) -> float:
-        """Random weights of this rank's shards after `changes`, bfloat16, in one buffer on the GPU. With `lora` also
-        whole random adapters, which are then what changes.
+    def start(
+        self,
+        model: ModelConfig,
+        own: list[Shard],
+        changes: int,
+        lora: LoraConfig | None,
+        engine_format: EngineFormat,
+    ) -> float:
+        """Random weights of this rank's shards after `changes`, bfloat16, in one buffer on the GPU, and what engines of
+        `engine_format` get of them. With `lora` also whole random adapters, which are then what changes.
 
         Returns seconds that recording took.
         """
@@ -61,9 +70,13 @@ class SourceWorker(Worker):
             load_tensor(layout, parameters, name, value)
         if lora is not None:
             self.adapters = self.make_adapters(adapter_of(model, lora))
+        self.quantized: QuantizedWeights | None = None
         for _ in range(changes if lora is None else 0):
             self.change()
         self.source = WeightSource(layout, parameters)
+        if engine_format is not EngineFormat.NONE:
+            self.quantized = QuantizedWeights(layout, parameters, engine_format)
+            self.source = WeightSource(self.quantized.layout, self.quantized.parameters)
         return record_s
 
     def make_adapters(self, adapter: EngineAdapter) -> WeightSource:
@@ -82,10 +95,15 @@ class SourceWorker(Worker):
         """Returns what the WeightSource of the adapters answers."""
         return call.on(self.adapters)
 
-    def change(self) -> None:
-        """Other weights than before, the same on every replica."""
+    def change(self) -> float:
+        """Other weights than before, the same on every replica. Returns seconds of quantising them."""
         self.flat.mul_(1.0078125)
         torch.cuda.synchronize()
+        begun = time.perf_counter()
+        if self.quantized:
+            self.quantized.update()
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
 
 
 class BenchmarkSources(SourceGroup):
@@ -100,6 +118,7 @@ class BenchmarkSources(SourceGroup):
         *,
         changes: int,
         lora: LoraConfig | None = None,
+        engine_format: EngineFormat = EngineFormat.NONE,
     ):
         folder = Path(model.path)
         architecture = load_family(folder).architecture(read_config(folder))
@@ -113,7 +132,9 @@ class BenchmarkSources(SourceGroup):
             call_timeout_s=600,
         )
         calls = [
-            actor.start.remote(model, shards.shards_of_rank(architecture, rank, **asdict(parallel)), changes, lora)
+            actor.start.remote(
+                model, shards.shards_of_rank(architecture, rank, **asdict(parallel)), changes, lora, engine_format
+            )
             for rank, actor in enumerate(self._workers.actors)
         ]
         self.record_s: list[float] = self._workers.wait(calls, doing="start")
@@ -138,9 +159,9 @@ class BenchmarkSources(SourceGroup):
         asked = [actor.adapter_weights.remote(call) for actor, call in zip(self._workers.actors, calls, strict=True)]
         return self._workers.wait(asked, doing=str(calls[0]))
 
-    def change(self) -> None:
-        """Other weights than before."""
-        self._workers.wait([actor.change.remote() for actor in self._workers.actors], doing="change")
+    def change(self) -> float:
+        """Other weights than before. Returns the slowest rank's seconds of quantising them."""
+        return max(self._workers.wait([actor.change.remote() for actor in self._workers.actors], doing="change"))
 
     def stop(self) -> None:
         """End the processes, and wait until their memory is free again."""

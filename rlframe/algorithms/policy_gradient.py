@@ -285,12 +285,22 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             )
 
     def cautions(self, facts: RunFacts) -> Iterator[str]:
-        """Yields that nothing bounds what a token of an older policy does to the present one."""
+        """Yields that nothing bounds what a token of an older policy does to the present one, or one of an engine with
+        other probabilities."""
         if facts.max_policy_lag and (unbounded := self.unbounded(facts)):
             yield (
                 f"loop.max_policy_lag={facts.max_policy_lag} trains on tokens of older policies, and {unbounded}, so "
                 "that training may become unstable; set algorithm.correction.bypass=true (a clip against the engine's "
                 "logprobs), or algorithm.correction.weight=token with algorithm.correction.weight_cap=2, or "
+                "algorithm.correction.masks"
+            )
+        correction = self.config.correction
+        weighs = correction.weight is not RatioOf.NONE or correction.masks or correction.stray_limit_nats is not None
+        if facts.engine_rounds and not (weighs or correction.bypass):
+            yield (
+                f"with {facts.engine_rounds} engines sample by probabilities further from the trainer's than rounding "
+                "in bfloat16 makes them (rollout/logprob_gap_mean_nats), and nothing corrects for that; set "
+                "algorithm.correction.weight=token with algorithm.correction.weight_cap=2, or "
                 "algorithm.correction.masks"
             )
 

@@ -89,6 +89,8 @@ class RunFacts:
     """Names of the rewards that score a rollout."""
     max_policy_lag: int = 0
     """Greatest number of versions by which a token may be older than the policy that trains on it."""
+    engine_rounds: str = ""
+    """Setting by which engines compute in fewer bits than the trainer. Empty if there is none."""
 
     @property
     def one_update(self) -> str | None:

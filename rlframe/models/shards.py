@@ -1,11 +1,12 @@
 """Computes which part of the model each rank of a parallel layout holds, without starting a process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from rlframe.models.families.base import Architecture, Family, Shard
+from rlframe.models.quantized.blocks import SIZE
 from rlframe.models.stages import chunk_layers
 from rlframe.utils.faults import Fault
 
@@ -114,3 +115,28 @@ def load(
         prefix = f"chunks.{index}." if len(shards) > 1 else ""
         own = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
         family.load(own, checkpoint, architecture, shard)
+
+
+def uneven_blocks(architecture: Architecture, *, tp: int, expert_tp: int) -> Iterator[tuple[str, int]]:
+    """Yields the words and the number of each size of a rank's part of a matrix that is not a whole number of FP8
+    blocks.
+
+    Args:
+        tp: ranks over which attention and dense layers are split.
+        expert_tp: ranks over which each expert is split.
+    """
+    width, dense = architecture.head_dim, not all(architecture.moe_layers)
+    sizes = {
+        "hidden_size": architecture.hidden_size,
+        f"num_attention_heads * head_dim / {tp}": architecture.num_attention_heads * width // tp,
+        f"num_kv_heads * head_dim / {tp}": max(1, architecture.num_kv_heads // tp) * width,
+    }
+    if dense:
+        sizes[f"ffn_hidden_size / {tp}"] = architecture.ffn_hidden_size // tp
+    if architecture.num_experts:
+        sizes[f"expert_ffn_hidden_size / {expert_tp}"] = architecture.expert_ffn_hidden_size // expert_tp
+    if architecture.shared_ffn_hidden_size:
+        sizes[f"shared_ffn_hidden_size / {tp}"] = architecture.shared_ffn_hidden_size // tp
+    for words, size in sizes.items():
+        if size % SIZE:
+            yield words.removesuffix(" / 1"), size

@@ -16,8 +16,9 @@ from rlframe.loops.config import CheckpointConfig, EvaluationConfig, GenerationC
 from rlframe.loops.self_test.config import SelfTestConfig
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rewards.config import JUDGE_PART, RewardConfig
-from rlframe.rollout.base.config import RolloutConfig
+from rlframe.rollout.base.config import CacheFormat, RolloutConfig
 from rlframe.run.judge import JudgeModelConfig
 from rlframe.run.teacher import TeacherConfig
 from rlframe.utils.bounds import PathText, Range, check_bounds
@@ -111,7 +112,17 @@ class RunConfig:
             updates_per_batch=self.train.num_minibatches * self.train.epochs_per_batch,
             reward_names=tuple(self.reward_names),
             max_policy_lag=self.loop.max_policy_lag,
+            engine_rounds=self._engine_rounds,
         )
+
+    @property
+    def _engine_rounds(self) -> str:
+        """The setting by which engines compute in fewer bits than the trainer. Empty if there is none."""
+        if self.rollout.engine_format is not EngineFormat.NONE:
+            return f"rollout.quantization={self.rollout.engine_format}"
+        if self.rollout.cache_format is not CacheFormat.AUTO:
+            return f"rollout.kv_cache_dtype={self.rollout.cache_format}"
+        return ""
 
     @property
     def reward_names(self) -> list[str]:

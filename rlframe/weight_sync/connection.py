@@ -135,7 +135,8 @@ def _make_connection(
         source_devices=[info.device for info in sources],
         destination_devices=[info.device for info in destinations],
     )
-    names = tuple(trainers[0].tensors)
+    names, dtypes = tuple(trainers[0].tensors), _dtypes(layouts)
+    _require_castable(trainers, dtypes)
     of_engine: dict[int, list[int]] = {}
     for rank, engine in enumerate(engines):
         of_engine.setdefault(engine, []).append(rank)
@@ -148,7 +149,7 @@ def _make_connection(
         buckets=buckets,
         hosts=frozenset(info.host for info in [*sources, *destinations]),
         names=names,
-        dtypes=_dtypes(layouts),
+        dtypes=dtypes,
         source_shares=Shares(cover(dict(enumerate(trainers)), side="the trainer"), range(len(trainers)), names),
         engine_shares=_engine_shares(layouts, of_engine, names),
         units=common_units({id(layout): layout for layout in [*trainers, *layouts]}.values()),
@@ -325,6 +326,15 @@ def _dtypes(destinations: list[MemoryLayout]) -> dict[str, torch.dtype]:
                     f"destination rank {rank} holds {tensor} as {dtype}, another as {dtypes[tensor]}"
                 )
     return dtypes
+
+
+def _require_castable(trainers: Sequence[MemoryLayout], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Refuses a tensor that one side alone holds in 8 bits: without its scales no cast makes the one of the other."""
+    for layout in {id(layout): layout for layout in trainers}.values():
+        for name in layout.boxes.keys() & dtypes.keys():
+            ours, theirs = layout.dtype(name), dtypes[name]
+            if ours != theirs and 1 in (ours.itemsize, theirs.itemsize):
+                raise WeightSyncFailed(f"the trainer sends {name} as {ours}, but engines hold it as {theirs}")
 
 
 def _orders(names: tuple[str, ...], layouts: Sequence[MemoryLayout]) -> list[NDArray[np.int64] | None]:

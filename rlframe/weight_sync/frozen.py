@@ -106,6 +106,11 @@ class Files(Mapping[str, Tensor]):
 
 def checkpoint_layout(info: DestinationInfo) -> MemoryLayout:
     """Returns the layout of a checkpoint whose tensors are by themselves, from what an engine knows of it."""
+    held = info.layout.boxes if info.layout else {}
+    dtypes = {name: info.layout.dtype(name) for name in held if info.layout}
     return identity_layout(
-        {name: torch.empty(shape, dtype=info.dtype, device="meta") for name, shape in info.tensors.items()}
+        {
+            name: torch.empty(shape, dtype=dtypes.get(name, info.dtype), device="meta")
+            for name, shape in info.tensors.items()
+        }
     )

@@ -59,6 +59,7 @@ ALLOWED = {
     "rlframe/loops/reporting/samples.py:wait": SAMPLES,
     "rlframe/loops/reporting/samples.py:write": SAMPLES,
     "rlframe/loops/reporting/uploads.py:run": "the thread that waits for metrics has nothing else to do",
+    "rlframe/rollout/served/quantized.py:quantized_weights": IN_A_CALL,
     "rlframe/rollout/served/recording.py:random_weights": IN_A_CALL,
     "rlframe/rollout/served/engine.py:taken": IN_A_CALL,
     "rlframe/rollout/sglang/engine.py:generate_each": ENDED,

@@ -11,6 +11,7 @@ from tests.meta.checkout import ROOT
 
 FILES = {
     "weight_sync/interpreted/kernels.py": "triton",
+    "models/interpreted/fp8.py": "triton",
     "megatron/vocab/interpreted/vocab.py": "triton",
     "megatron/model/interpreted/swiglu.py": "triton",
     "megatron/packed/interpreted/delta.py": "fla",

@@ -20,6 +20,7 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.lora import state as lora_state
 from rlframe.megatron.lora.merge import MergedWeights, WithoutAdapters
 from rlframe.megatron.lora.send import MergedOnDemand, SentAdapters
+from rlframe.megatron.memory.quantized import QuantizedWeights
 from rlframe.megatron.memory.reference import ReferenceWeights
 from rlframe.megatron.messages.chunks import Pieces
 from rlframe.megatron.messages.host_room import HostRoom
@@ -38,6 +39,7 @@ from rlframe.megatron.worker.offload import SleepingMemory
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD
 from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.models.random_init import random_tensor
 from rlframe.types.results import Mean, Metric, Peak, UpdateResult, merge
 from rlframe.utils.process.memory import available_bytes
@@ -76,6 +78,7 @@ class Trainer:
         self.reference = self._reference() if setup.with_reference else None
         self.merged: MergedWeights | None = None
         self.sent: SentAdapters | None = None
+        self.quantized: dict[EngineFormat, QuantizedWeights] = {}
         if self.model.lora:
             lora_state.fill(self.model.lora, seed=setup.seed)
             if setup.merges:
@@ -107,6 +110,12 @@ class Trainer:
             assert self.model.lora is not None
             self.sent = self.sent or SentAdapters(self.model.lora)
             return WeightSource(self.sent.layout, self.sent.parameters)
+        for each in EngineFormat:
+            if each.channel and channel.endswith(each.channel):
+                if each not in self.quantized:
+                    self.quantized[each] = QuantizedWeights(self.layout, self.weights, each)
+                    torch.cuda.synchronize()
+                return WeightSource(self.quantized[each].layout, self.quantized[each].parameters)
         return WeightSource(self.layout, self.weights)
 
     @property
@@ -164,6 +173,8 @@ class Trainer:
         replicas.require_equal(checkpoint.weights_by_chunk(self.model))
         for weights in self.constant:
             weights.require_unchanged(self.setup.rank)
+        for weights in self.quantized.values():
+            weights.require_current(self.setup.rank)
 
     @property
     def following(self) -> ReferenceWeights | None:
@@ -177,6 +188,8 @@ class Trainer:
             self.merged.update()
         if self.sent:
             self.sent.update()
+        for weights in self.quantized.values():
+            weights.update()
         # Engines read them from their own processes as soon as the call has returned.
         torch.cuda.synchronize()
 

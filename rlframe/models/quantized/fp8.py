@@ -3,6 +3,10 @@
 A weight is float8_e4m3fn, and each block of it has a scale. weight = value * scale, multiplied in float32 and rounded
 once. That is transformers 5.19 `integrations.finegrained_fp8.Fp8Dequantize._dequantize_one`, and for blocks that the
 weight's end cuts, which transformers refuses, DeepSeek-V3 `inference/kernel.py` `weight_dequant`.
+
+`quantize` is its inverse: scale = amax / 448 in float32, and value = weight / scale, rounded to the nearest
+(DeepSeek-V3, arXiv 2412.19437, section 3.3). With `powers_of_2` a scale is rounded up to a power of two, by the rule of
+Transformer Engine 2.20 `recipe_common.cuh` `compute_scale_from_amax`, whose blockwise recipe does so.
 """
 
 from collections.abc import Sequence
@@ -11,6 +15,11 @@ import torch
 from torch import Tensor
 
 from rlframe.models.quantized.base import Part, Quantization, finite, strips
+
+LARGEST = 448.0
+"""Largest number of float8_e4m3fn."""
+SMALLEST_AMAX = LARGEST * 2.0**-126
+"""Least maximum of a block that its scale follows. Scales below would not be normal numbers."""
 
 
 class Fp8(Quantization):
@@ -45,3 +54,32 @@ class Fp8(Quantization):
                 for strip in strips(first, min(first + height, rows), columns):
                     target[strip] = source[strip].float() * spread
         return weight
+
+    def quantize(self, weight: Tensor, *, powers_of_2: bool = False) -> tuple[Tensor, Tensor]:
+        """Returns (values, scales) of a matrix of whole blocks."""
+        assert self.block is not None, "one scale for the whole weight is only read"
+        height, width = self.block
+        rows, columns = (size // block for size, block in zip(weight.shape, self.block, strict=True))
+        assert weight.shape == (rows * height, columns * width), "whole blocks"
+        values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+        scales = torch.empty(rows, columns, dtype=torch.float32, device=weight.device)
+        for strip in strips(0, rows, height * columns * width):
+            part = slice(strip.start * height, strip.stop * height)
+            blocks = weight[part].float().reshape(-1, height, columns, width)
+            scale = block_scales(blocks.abs().amax((1, 3)), powers_of_2=powers_of_2)
+            # A maximum divided by its rounded scale may exceed the largest number, which float8 would make NaN.
+            scaled = (blocks / scale[:, None, :, None]).clamp_(-LARGEST, LARGEST)
+            values[part] = scaled.view(-1, columns * width).to(torch.float8_e4m3fn)
+            scales[strip] = scale
+        return values, scales
+
+
+def block_scales(amax: Tensor, *, powers_of_2: bool) -> Tensor:
+    """Returns the scales of blocks from their largest absolute values, in float32. A block of zeros has 1."""
+    bounded = amax.clamp(min=SMALLEST_AMAX)
+    if powers_of_2:
+        exponents = torch.frexp(LARGEST / bounded).exponent
+        scale = torch.ldexp(torch.ones_like(amax), 1 - exponents)
+    else:
+        scale = bounded / LARGEST
+    return torch.where(amax == 0, 1.0, scale)

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from rlframe.cluster.profiling.config import ProfileConfig
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rollout.base.speculative import SpeculativeConfig
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.bounds import PathText, Range, check_bounds
@@ -33,6 +34,15 @@ class Logprobs(StrEnum):
     """Each side computes in its own number format with its own kernels, so that they differ by rounding."""
     EXACT = "exact"
     """Both sides compute in float32 from the same weights, and differ by less than 1e-4 nats."""
+
+
+class CacheFormat(StrEnum):
+    """Number format of the key-value cache."""
+
+    AUTO = "auto"
+    """The number format of activations."""
+    FP8 = "fp8"
+    """float8_e4m3fn, with the constant scale 1."""
 
 
 class CacheAfterSync(StrEnum):
@@ -135,6 +145,16 @@ class RolloutConfig:
             return EngineDtype.FLOAT32
         return EngineDtype(trained) if self.dtype is EngineDtype.AUTO else self.dtype
 
+    @property
+    def engine_format(self) -> EngineFormat:
+        """Number format of the matrices in the engine's layers."""
+        return EngineFormat.NONE
+
+    @property
+    def cache_format(self) -> CacheFormat:
+        """Number format of keys and values."""
+        return CacheFormat.AUTO
+
     def without_engine(self) -> "RolloutConfig":
         """Returns the settings that all engines share, for a process that needs no others: the file of an engine's own
         settings may import the engine."""
@@ -204,6 +224,17 @@ class RolloutConfig:
             why="rlframe writes adapters into vLLM only",
             hint="or use rollout.name=vllm",
         )
+
+    def quantization_faults(self, architecture: "Architecture", *, cuda: bool) -> Iterator[Fault]:  # noqa: ARG002
+        """Yields a fault for every reason why engines cannot hold this model in `engine_format`, or its keys and values
+        in `cache_format`, of which one is set.
+
+        Subclasses override it if their engine can.
+
+        Args:
+            cuda: whether engines run on CUDA.
+        """
+        yield from ()
 
     def speculative_faults(self, *, cuda: bool, shares_devices: bool, synced: bool) -> Iterator[Fault]:  # noqa: ARG002 - for subclasses
         """Yields a fault for every reason why engines cannot do `speculative`, which is set.

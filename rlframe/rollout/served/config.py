@@ -5,7 +5,9 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 from rlframe.models.families.base import Architecture
-from rlframe.rollout.base.config import RolloutConfig
+from rlframe.models.quantized.blocks import SIZE, EngineFormat
+from rlframe.models.shards import uneven_blocks
+from rlframe.rollout.base.config import CacheFormat, RolloutConfig
 from rlframe.rollout.base.speculative import SpeculativeMethod
 from rlframe.utils.bounds import Range
 from rlframe.utils.errors import SettingError
@@ -33,6 +35,15 @@ class ServedConfig(RolloutConfig):
     kv_cache_gb: Annotated[float, Range(above=0, maximum=100_000)] | None = None
     """Size of the key-value cache on each device, in GB. null: what gpu_memory_utilization leaves, on a CPU 1.07. With
     a size the engine measures no memory: it starts while the policy does, and other runs may use the device."""
+    quantization: EngineFormat = EngineFormat.NONE
+    """Number format of the matrices in layers. none: that of dtype. fp8_block: the trainer quantises them for each
+    weight sync, in blocks of 128 x 128 with float32 scales, and proves the engine's bytes against that; products
+    quantise activations too, so that logprobs differ more from the trainer's and a correction is due.
+    fp8_block_powers_of_2: with scales that are powers of two, the weights with which train.fp8.recipe=blockwise
+    trains."""
+    kv_cache_dtype: CacheFormat = CacheFormat.AUTO
+    """Number format of the key-value cache. auto: that of activations. fp8: half the bytes of bfloat16, so twice the
+    sequences at once, and logprobs that differ more from the trainer's."""
     max_model_len: Annotated[int, Range(2, 1 << 24)] | None = None
     """Greatest number of tokens of a sequence, prompt and response. null means the model's positions. A lower limit may
     save cache memory."""
@@ -68,6 +79,16 @@ class ServedConfig(RolloutConfig):
             raise SettingError("engine_options", f"must not hold {own[0]}", why="another setting of rollout sets it")
 
     @property
+    def engine_format(self) -> EngineFormat:
+        """See RolloutConfig."""
+        return self.quantization
+
+    @property
+    def cache_format(self) -> CacheFormat:
+        """See RolloutConfig."""
+        return self.kv_cache_dtype
+
+    @property
     def devices_per_engine(self) -> int:
         """Number of devices of one engine, all on one node."""
         return self.tp
@@ -94,6 +115,16 @@ class ServedConfig(RolloutConfig):
 
     def faults(self, architecture: Architecture) -> Iterator[Fault]:
         """See RolloutConfig. Subclasses add the rules by which their engine splits a model."""
+        if self.quantization is not EngineFormat.NONE:
+            expert_tp = 1 if self.expert_parallel else self.tp
+            for words, size in uneven_blocks(architecture, tp=self.tp, expert_tp=expert_tp):
+                yield Fault(
+                    "rollout.quantization",
+                    f"needs {words} to be a multiple of {SIZE}, got {size} of {architecture.model_type}",
+                    got=self.quantization,
+                    hint="use none, or a smaller rollout.tp" if self.tp > 1 else "use none",
+                    stated=True,
+                )
         if self.max_model_len is not None and self.max_model_len > architecture.max_positions:
             yield Fault(
                 "rollout.max_model_len",

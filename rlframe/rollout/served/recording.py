@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from rlframe.models.hub import load_family, read_config
 from rlframe.models.random_init import random_tensor
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.layout.memory import MemoryLayout, record_loader
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class LoadNotes:
     """Reason why there is no layout, as a clause whose subject is the engine. Empty if there is a layout."""
     record_s: float
     """Seconds that recording took."""
+    quantized: bool = False
+    """Whether the engine holds matrices in an EngineFormat of few bits."""
 
 
 def checkpoint_tensors(folder: Path, *, with_mtp: bool = False) -> dict[str, tuple[int, ...]]:
@@ -42,7 +46,7 @@ def checkpoint_tensors(folder: Path, *, with_mtp: bool = False) -> dict[str, tup
     return family.tensors(family.architecture(read_config(folder)).keeping_mtp(with_mtp))
 
 
-def places(model: Any) -> dict[str, tuple]:
+def places(parameters: Mapping[str, Tensor]) -> dict[str, tuple]:
     """Returns address, strides and format of every parameter, by name."""
     return {
         name: (
@@ -52,7 +56,7 @@ def places(model: Any) -> dict[str, tuple]:
             value.stride(),
             value.dtype,
         )
-        for name, value in model.named_parameters()
+        for name, value in parameters.items()
     }
 
 
@@ -80,6 +84,7 @@ def record_model(
     load: Callable[[Iterable[tuple[str, Tensor]]], Any],
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
     *,
     sparse: bool = False,
 ) -> tuple[MemoryLayout | None, str]:
@@ -89,7 +94,7 @@ def record_model(
     Args: as of `record_loader`.
     """
     try:
-        return record_loader(load, parameters, tensors, sparse=sparse), ""
+        return record_loader(load, parameters, tensors, dtypes, sparse=sparse), ""
     except WeightSyncFailed as error:
         return None, f"has a loader that cannot be recorded: {error}"
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
@@ -110,10 +115,10 @@ def random_weights(
     with ThreadPoolExecutor(max_workers=1) as pool:
         for name in names:
             draw = partial(random_tensor, name, tensors[name], seed=seed, device=device)
-            yield name, pool.submit(_on_stream, stream, draw).result()
+            yield name, pool.submit(on_stream, stream, draw).result()
 
 
-def _on_stream(stream: Any, draw: Callable[[], Tensor]) -> Tensor:
-    """Returns what `draw` returns, with its work ordered on `stream`. Returns None on CPU."""
+def on_stream(stream: Any, make: Callable[[], T]) -> T:
+    """Returns what `make` returns, with its work ordered on `stream`, which is None on a CPU."""
     with torch.cuda.stream(stream):
-        return draw()
+        return make()

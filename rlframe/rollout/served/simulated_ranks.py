@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rlframe.models.families.base import Architecture
@@ -46,13 +47,20 @@ def split_faults(engine: str, architecture: Architecture, *, tp: int, ep: bool) 
 
 
 def record_ranks(
-    tensors: Mapping[str, tuple[int, ...]], *, tp: int, play: Callable[[int], AbstractContextManager[Any]]
+    tensors: Mapping[str, tuple[int, ...]],
+    *,
+    tp: int,
+    play: Callable[[int], AbstractContextManager[Any]],
+    parameters: Callable[[Any], dict[str, Tensor]] = lambda model: dict(model.named_parameters()),
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[MemoryLayout]:
     """Returns the layout of each of the `tp` ranks of an engine, in the order of ranks.
 
     Args:
         tensors: shape of every tensor of the checkpoint.
         play: context manager that yields the model of a rank; inside it, layers see that rank.
+        parameters: returns the parameters of a model that hold weights.
+        dtypes: number formats of tensors that have not that of the model's first parameter.
 
     Raises:
         WeightSyncFailed: the engine's loader does something no copy plan can repeat, which the message names.
@@ -60,7 +68,7 @@ def record_ranks(
     layouts = []
     for rank in range(tp):
         with play(rank) as model:
-            layouts.append(record_loader(model.load_weights, dict(model.named_parameters()), tensors))
+            layouts.append(record_loader(model.load_weights, parameters(model), tensors, dtypes))
     return layouts
 
 

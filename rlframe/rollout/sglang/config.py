@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlframe.models.families.base import Architecture
+from rlframe.models.quantized.blocks import EngineFormat
+from rlframe.rollout.base.config import CacheFormat
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.rollout.sglang import layout
 from rlframe.utils.errors import SettingError
@@ -21,12 +23,14 @@ OWN_OPTIONS = frozenset(
         "enable_return_routed_experts",
         "enable_weights_cpu_backup",
         "ep_size",
+        "kv_cache_dtype",
         "load_format",
         "max_running_requests",
         "max_total_tokens",
         "mem_fraction_static",
         "model_loader_extra_config",
         "model_path",
+        "quantization",
         "sampling_backend",
         "sampling_defaults",
         "skip_tokenizer_init",
@@ -73,6 +77,21 @@ class SglangConfig(ServedConfig):
             why=why,
             hint="use rollout=vllm, or remove it",
         )
+
+    def quantization_faults(self, architecture: Architecture, *, cuda: bool) -> Iterator[Fault]:  # noqa: ARG002
+        """See RolloutConfig."""
+        for name, value, plain in (
+            ("quantization", self.engine_format, EngineFormat.NONE),
+            ("kv_cache_dtype", self.cache_format, CacheFormat.AUTO),
+        ):
+            if value is not plain:
+                yield Fault(
+                    f"rollout.{name}",
+                    f"must be {plain} with rollout.name=sglang",
+                    got=value,
+                    why="rlframe has it for vLLM only, so far",
+                    hint="or use rollout=vllm",
+                )
 
     def faults(self, architecture: Architecture) -> Iterator[Fault]:
         """See RolloutConfig."""

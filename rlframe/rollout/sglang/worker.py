@@ -103,7 +103,9 @@ class RecordingLoader(DefaultModelLoader):
         self._tensors = checkpoint_tensors(Path(model_config.model_path))
         self._hf_config = model_config.hf_config
         model = super().load_model(model_config=model_config, device_config=device_config)
-        if self._layout is not None and (changed := moved(self._places, places(model), engine="SGLang")):
+        if self._layout is not None and (
+            changed := moved(self._places, places(dict(model.named_parameters())), engine="SGLang")
+        ):
             self._layout, self._refusal = None, changed
         notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
         setattr(model, NOTES, notes)
@@ -115,7 +117,7 @@ class RecordingLoader(DefaultModelLoader):
         """Records the layout, then loads the weights."""
         tie(model, self._hf_config)
         write_cache_apart(model)
-        self._places = places(model)
+        self._places = places(dict(model.named_parameters()))
         started = time.perf_counter()
         self._layout, self._refusal = record_model(model.load_weights, dict(model.named_parameters()), self._tensors)
         self._record_s = time.perf_counter() - started
@@ -168,7 +170,7 @@ class Reload:
         if self.under_way:
             raise WeightSyncFailed("the last reload of SGLang was interrupted; the engine must be restarted")
         self.under_way = True
-        self._arrived, self._places = set(), places(self._runner.model)
+        self._arrived, self._places = set(), places(dict(self._runner.model.named_parameters()))
         # From SGLang 0.5.21 on: packed weights are unpacked for the time of a session.
         if hasattr(self._runner.weight_updater, "begin_weight_update"):
             self._runner.weight_updater.begin_weight_update()
@@ -196,7 +198,7 @@ class Reload:
             self._runner.weight_updater.end_weight_update(run_post_load=True)
         if missing := self._notes.tensors.keys() - self._arrived:
             raise WeightSyncFailed(f"the reload of SGLang lacks {len(missing)} tensors, such as {min(missing)}")
-        if changed := moved(self._places, places(self._runner.model), engine="SGLang"):
+        if changed := moved(self._places, places(dict(self._runner.model.named_parameters())), engine="SGLang"):
             raise WeightSyncFailed(f"the reload of SGLang moved parameters that CUDA graphs read: the engine {changed}")
         self.under_way = False
 

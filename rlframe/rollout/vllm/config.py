@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
 from rlframe.cluster.profiling.config import ProfileConfig, Tool
 from rlframe.models.families.base import Architecture
-from rlframe.rollout.base.config import EngineDtype
+from rlframe.models.quantized.blocks import EngineFormat
+from rlframe.rollout.base.config import CacheFormat, EngineDtype
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.rollout.vllm import layout
 from rlframe.utils.errors import SettingError
@@ -24,6 +26,7 @@ OWN_OPTIONS = frozenset(
         "enforce_eager",
         "generation_config",
         "gpu_memory_utilization",
+        "kv_cache_dtype",
         "kv_cache_memory_bytes",
         "load_format",
         "logprobs_mode",
@@ -35,6 +38,7 @@ OWN_OPTIONS = frozenset(
         "model",
         "model_loader_extra_config",
         "moe_backend",
+        "quantization",
         "skip_tokenizer_init",
         "speculative_config",
         "stream_interval",
@@ -56,6 +60,12 @@ PROFILER_CONFIG = "profiler_config"
 def slot_rank(rank: int) -> int:
     """Returns the rank of the memory in which vLLM keeps an adapter of `rank`."""
     return next(each for each in SLOT_RANKS if each >= rank)
+
+
+def has_tiles() -> bool:
+    """Returns whether this CPU has AMX, which vLLM's products in FP8 need there."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "amx_tile" in info.read_text()
 
 
 class MoeBackend(StrEnum):
@@ -143,6 +153,27 @@ class VllmConfig(ServedConfig):
                 got=rank,
                 hint="or use merged",
             )
+
+    def quantization_faults(self, architecture: Architecture, *, cuda: bool) -> Iterator[Fault]:
+        """See RolloutConfig."""
+        if architecture.latent and self.cache_format is not CacheFormat.AUTO:
+            why = "vLLM would choose other kernels for latent attention, which nobody has compared"
+            yield Fault(
+                "rollout.kv_cache_dtype", f"must be auto for {architecture.model_type}", got=self.cache_format, why=why
+            )
+        if self.engine_format is EngineFormat.NONE:
+            return
+        key, got = "rollout.quantization", self.engine_format
+        if architecture.num_experts and not cuda:
+            why = "vLLM repacks experts in FP8 there, so that they cannot be written in place"
+            yield Fault(
+                key, f"must be none for {architecture.model_type} on a CPU, which has experts", got=got, why=why
+            )
+        elif not cuda and not has_tiles():
+            yield Fault(key, "must be none on a CPU without AMX, where vLLM has no kernels for it", got=got)
+        if architecture.num_experts and cuda and self.moe_backend is not MoeBackend.TRITON:
+            why = "other kernels repack experts in FP8, so that they cannot be written in place"
+            yield Fault("rollout.moe_backend", f"must be triton with {key}={got}", got=self.moe_backend, why=why)
 
     def profile_faults(self, profile: ProfileConfig) -> Iterator[Fault]:
         """See RolloutConfig."""

@@ -13,11 +13,13 @@ import torch
 
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import read_config, resolve
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.models.remote_code import runs_config
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.speculative import SpeculativeConfig, SpeculativeMethod
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.served.plain import is_quantized, plain_config
+from rlframe.rollout.served.quantized import stated_format
 from rlframe.rollout.vllm.config import VllmConfig, slot_rank
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.errors import ConfigError
@@ -51,6 +53,10 @@ def set_environment(config: VllmConfig, *, cuda: bool) -> None:
     # Every request has a seed, for which vLLM never uses FlashInfer's sampler. It would only be compiled for the
     # warm-up, or fail there if it is missing.
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    if config.quantization is not EngineFormat.NONE:
+        # DeepGEMM keeps scales in an order of its own, where weight sync does not write them. vLLM's CUTLASS kernels
+        # and Triton's read weights and scales as they are loaded.
+        os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     # Ray decides how many cores a worker has; vLLM's own binding would place several engines on the same ones.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Training runs send no usage reports to vLLM's authors.
@@ -84,8 +90,8 @@ def engine_arguments(
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    loader = {"random_seed": random_seed, "warm_up": warm_up_values(config.sampling()), "routes": with_routes}
-    loader |= {"as_loaded": adapter is not None and not cuda} | ({"mtp": with_mtp} if drafts_with_head(config) else {})
+    loader = loader_settings(config, adapter, cuda=cuda) | {"random_seed": random_seed, "routes": with_routes}
+    loader |= {"mtp": with_mtp} if drafts_with_head(config) else {}
     choose_runner(first=with_routes or config.speculative is not None)
     options: dict[str, Any] = {
         "model": str(folder),
@@ -126,9 +132,20 @@ def engine_arguments(
     return AsyncEngineArgs(**options | overrides(folder, config, float32_logits=float32_logits))
 
 
+def loader_settings(config: VllmConfig, adapter: EngineAdapter | None, *, cuda: bool) -> dict[str, Any]:
+    """Returns settings of `worker.RecordingLoader`. Weights that nothing can reload must lie where they were loaded."""
+    in_place = adapter is not None or config.quantization is not EngineFormat.NONE
+    return {
+        "warm_up": warm_up_values(config.sampling()),
+        "as_loaded": in_place and not cuda,
+        "engine_format": config.quantization.value,
+    }
+
+
 def overrides(folder: Path, config: VllmConfig, *, float32_logits: bool) -> dict[str, Any]:
     """Returns the engine argument that changes config.json, the user's changes among them, or nothing."""
     changed = (config.engine_options.get("hf_overrides") or {}) | (HEAD_IN_FLOAT32 if float32_logits else {})
+    changed |= stated_format(folder, config.quantization)
     if is_quantized(folder):
         return {"hf_overrides": partial(plain_config, overrides=changed)}
     return {"hf_overrides": changed} if changed else {}
@@ -198,6 +215,7 @@ def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:
     others may take and free memory of the device while it starts."""
     return {
         "enable_sleep_mode": cuda and config.sleeps,
+        "kv_cache_dtype": config.kv_cache_dtype.value,
         "gpu_memory_utilization": config.gpu_memory_utilization if config.measures_memory else LEAST_CLAIM,
         "kv_cache_memory_bytes": config.cache_bytes or (None if cuda else CPU_CACHE_BYTES),
     }

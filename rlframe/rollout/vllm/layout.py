@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rollout.served.plain import plain_config
+from rlframe.rollout.served.quantized import formats, shapes, stated_format
 from rlframe.rollout.served.simulated_ranks import SimulatedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -58,12 +61,29 @@ def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
     return split_faults("vllm", architecture, tp=tp, ep=ep)
 
 
-def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[MemoryLayout]:
+def weights(model: Any) -> dict[str, Tensor]:
+    """Returns the parameters that hold weights. Those for scales of keys and values, which vLLM makes for checkpoints
+    that have such scales, are none: vLLM reads them at the end of loading and deletes them."""
+    from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
+
+    return {name: each for name, each in model.named_parameters() if not isinstance(each, KVCacheScaleParameter)}
+
+
+def engine_layouts(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    tp: int = 1,
+    ep: bool = False,
+    engine_format: EngineFormat = EngineFormat.NONE,
+) -> list[MemoryLayout]:
     """Returns the layout of each of the `tp` ranks of an engine, in the order of ranks.
 
     Args:
         folder: needs config.json only.
         ep: each rank holds whole experts, instead of a slice of each.
+        engine_format: number format of matrices in layers. On a machine without GPUs other than NONE needs a CPU with
+            AMX.
 
     Raises:
         ConfigError: vLLM is not installed, or cannot split the model over `tp` ranks.
@@ -74,11 +94,17 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
     architecture = family.architecture(read_config(folder))
     if found := faults(architecture, tp=tp, ep=ep):
         raise ConfigError(found)
-    config = _config(folder, dtype=dtype, tp=tp, ep=ep)
-    return record_ranks(family.tensors(architecture), tp=tp, play=lambda rank: _play(rank, tp, config, dtype))
+    config = _config(folder, dtype=dtype, tp=tp, ep=ep, engine_format=engine_format)
+    tensors = shapes(family.tensors(architecture), engine_format)
+    dtypes = None if engine_format is EngineFormat.NONE else formats(tensors, dtype)
+    return record_ranks(
+        tensors, tp=tp, play=lambda rank: _play(rank, tp, config, dtype), parameters=weights, dtypes=dtypes
+    )
 
 
-def _config(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
+def _config(
+    folder: Path, *, dtype: torch.dtype, tp: int, ep: bool, engine_format: EngineFormat = EngineFormat.NONE
+) -> Any:
     """Returns vLLM's own configuration of an engine with these settings."""
     arguments: Any = importlib.import_module("vllm.engine.arg_utils")
     return arguments.EngineArgs(
@@ -91,7 +117,7 @@ def _config(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
         # Set explicitly, so that vLLM looks neither for one device per rank nor for Ray.
         distributed_executor_backend="mp",
         enforce_eager=True,
-        hf_overrides=partial(plain_config, overrides={}),
+        hf_overrides=partial(plain_config, overrides=stated_format(folder, engine_format)),
     ).create_engine_config()
 
 

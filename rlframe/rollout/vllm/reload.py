@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlframe.rollout.served.recording import LoadNotes, moved, places
 from rlframe.rollout.vllm.drafter import PREFIX, Drafter
+from rlframe.rollout.vllm.layout import weights
 from rlframe.utils.errors import WeightSyncFailed
 
 
@@ -95,9 +96,9 @@ class LayerwiseReload:
 
     def _places_now(self) -> dict[str, tuple]:
         """Returns the places of all parameters, those that the drafter shares twice."""
-        found = places(self._model)
+        found = places(weights(self._model))
         if self._drafter is not None:
-            found |= {PREFIX + name: place for name, place in places(self._drafter.model).items()}
+            found |= {PREFIX + name: place for name, place in places(weights(self._drafter.model)).items()}
         return found
 
     def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -19,14 +19,17 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.served.plain import dequantized_weights, is_quantized
+from rlframe.rollout.served.quantized import formats, quantized_weights, shapes
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
 from rlframe.rollout.vllm import drafter, verify
 from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
 from rlframe.rollout.vllm.drafter import DRAFT, DRAFT_NOTES, DraftNotes
+from rlframe.rollout.vllm.layout import weights
 from rlframe.rollout.vllm.reload import LayerwiseReload
 from rlframe.rollout.vllm.routes import CAPTURE, RouteCapture, RouteRecord
 from rlframe.rollout.vllm.sampler import install
@@ -53,7 +56,8 @@ class RecordingLoader(DefaultModelLoader):
 
     `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`; `warm_up`,
     for `warm_up_with`; `routes`, for a `RouteCapture`; `mtp`, if vLLM drafts with the head for multi-token
-    prediction: whether weight sync brings it; and `as_loaded`, for `keep_as_loaded`.
+    prediction: whether weight sync brings it; `as_loaded`, for `keep_as_loaded`; and `engine_format`, in which matrices
+    are held.
     """
 
     def __init__(self, load_config: Any):
@@ -65,7 +69,9 @@ class RecordingLoader(DefaultModelLoader):
         self._with_mtp: bool | None = settings.pop("mtp", None)
         self._drafts = False
         """Whether the model is the drafter."""
-        if settings.pop("as_loaded", False):
+        self._format = EngineFormat(settings.pop("engine_format", EngineFormat.NONE))
+        self._as_loaded: bool = settings.pop("as_loaded", False)
+        if self._as_loaded:
             keep_as_loaded()
         load_config.model_loader_extra_config = settings
         load_config.load_format = "safetensors"
@@ -86,13 +92,20 @@ class RecordingLoader(DefaultModelLoader):
             )
         model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
         recorded = self._layout
-        if self._layout is not None and (changed := moved(self._places, places(model), engine="vLLM")):
+        if self._layout is not None and (changed := moved(self._places, places(weights(model)), engine="vLLM")):
             self._layout, self._refusal = None, changed
         if self._drafts:
             if self._with_mtp:
                 setattr(model, DRAFT_NOTES, DraftNotes(self._tensors, recorded, self._refusal, self._record_s))
             return model
-        notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
+        notes = LoadNotes(
+            self._tensors,
+            frozenset(self._places),
+            self._layout,
+            self._refusal,
+            self._record_s,
+            quantized=self._format is not EngineFormat.NONE,
+        )
         setattr(model, NOTES, notes)
         if self._with_routes:
             setattr(model, CAPTURE, capture_of(model, vllm_config))
@@ -105,14 +118,27 @@ class RecordingLoader(DefaultModelLoader):
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Records the layout, then loads the weights."""
-        self._tensors = checkpoint_tensors(Path(model_config.model), with_mtp=self._drafts)
-        self._places = places(model)
+        tensors = checkpoint_tensors(Path(model_config.model), with_mtp=self._drafts)
+        self._tensors = dict(shapes(tensors, self._format))
+        self._places = places(weights(model))
         started = time.perf_counter()
-        self._layout, self._refusal = record_vllm_model(model, self._tensors, drafts=self._drafts)
+        dtypes = formats(self._tensors, model_config.dtype) if self._format is not EngineFormat.NONE else None
+        self._layout, self._refusal = record_vllm_model(model, self._tensors, dtypes, drafts=self._drafts)
         self._record_s = time.perf_counter() - started
+        if self._as_loaded:
+            keep_blocks_as_loaded(model)
         super().load_weights(model, model_config)
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields the checkpoint's tensors, or random ones, as this engine holds them."""
+        plain = self._plain_weights(model_config, model)
+        if self._format is EngineFormat.NONE:
+            yield from plain
+            return
+        device = str(next(model.parameters()).device)
+        yield from quantized_weights(plain, self._format, dtype=model_config.dtype, device=device)
+
+    def _plain_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields the checkpoint's tensors, or random ones. Tensors are drawn and dequantised only if this rank holds
         part of them."""
         folder = Path(model_config.model)
@@ -120,12 +146,13 @@ class RecordingLoader(DefaultModelLoader):
             yield from super().get_all_weights(model_config, model)
             return
         self.counter_before_loading_weights = time.perf_counter()
-        held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
+        tensors = checkpoint_tensors(folder)
+        held = [name for name in tensors if self._layout is None or name in self._layout.boxes]
         if self._random_seed is None:
             yield from dequantized_weights(folder, held)
             return
         device = str(next(model.parameters()).device)
-        yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
+        yield from random_weights(held, tensors, seed=self._random_seed, device=device)
 
 
 def capture_of(model: Any, vllm_config: Any) -> RouteCapture | None:
@@ -153,21 +180,43 @@ def keep_as_loaded() -> None:
     utils.check_cpu_sgl_kernel = lambda *_: False
 
 
+def keep_blocks_as_loaded(model: Any) -> None:
+    """Makes layers in FP8 blocks of a CPU keep their weights as loaded, for the reason of `keep_as_loaded`. Their
+    kernel then packs a weight each time that it reads it (vLLM 0.32, `CPUFp8BlockScaledMMKernel`)."""
+    layers: list[Any] = [each for each in model.modules() if getattr(each, "weight_block_size", None) is not None]
+    if not layers:
+        return
+    for layer in layers:
+        layer._cpu_skip_gemm_dispatch = True
+    from vllm.v1.attention.backends import cpu_attn
+
+    # Workaround for vLLM 0.32: attention by AMX leaves the tiles of a thread otherwise than the product in FP8 expects
+    # to find them, which then dies of an illegal instruction, sooner or later. Not needed any more once scores of 3, 17
+    # and 40 tokens pass without it.
+    chosen = cpu_attn._get_attn_isa
+    cpu_attn._get_attn_isa = lambda *args, **kwargs: "vec" if (isa := chosen(*args, **kwargs)) == "amx" else isa
+
+
 def record_vllm_model(
-    model: Any, tensors: Mapping[str, tuple[int, ...]], *, drafts: bool = False
+    model: Any,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    *,
+    drafts: bool = False,
 ) -> tuple[MemoryLayout | None, str]:
     """Returns (layout, "") from the model's own `load_weights`, or (None, why there is none).
 
     Args:
+        dtypes: as of `record_loader`.
         drafts: whether it is a drafter, which may leave what it shares with the policy unfilled.
     """
-    parameters = dict(model.named_parameters())
+    parameters = weights(model)
     unmade = next((name for name, value in parameters.items() if value.device.type == "meta"), None)
     if unmade is not None:
         # The loader of such a layer counts the tensors and quantises at the end; a recording would be counted too.
         return None, f"makes {unmade} while it loads (vLLM quantises the weights as they arrive)"
     with expert_maps_on_cpu(model):
-        return record_model(model.load_weights, parameters, tensors, sparse=drafts)
+        return record_model(model.load_weights, parameters, tensors, dtypes, sparse=drafts)
 
 
 @contextmanager
@@ -207,7 +256,7 @@ class RankExtension:
             notes = self.rlframe_drafter.joined(notes)
         self.rlframe_reload = LayerwiseReload(model, self.vllm_config, notes, self.rlframe_drafter)
         # Modules that vLLM has wrapped for adapters hold what they were as `base_layer`.
-        parameters = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
+        parameters = {name.replace(".base_layer.", "."): value for name, value in weights(model).items()}
         self.rlframe_destination = WeightDestination(
             notes.layout,
             drafter.parameters_with(self.rlframe_drafter, parameters),
@@ -215,7 +264,8 @@ class RankExtension:
             dtype=self.vllm_config.model_config.dtype,
             device=self.device,
             refusal=notes.refusal,
-            reload=self.rlframe_reload,
+            # A reload's staging memory has one number format.
+            reload=None if notes.quantized else self.rlframe_reload,
             record_s=notes.record_s,
         )
         if (asked := pickle.loads(adapter)) is not None:

@@ -8,7 +8,7 @@ from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.cluster.config import Device
 from rlframe.run.check import alerts, batch, data, effect, loop, model, modes, profile, replay, sharing, train
 from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, device_of, online
-from rlframe.run.check.engines import adapters, exact, float32_logits, routes, speculative
+from rlframe.run.check.engines import adapters, exact, float32_logits, quantized, routes, speculative
 from rlframe.run.check.machines import cluster, devices, memory
 from rlframe.run.check.roles import critic, judge, reward, teacher
 from rlframe.run.config import Mode, RunConfig
@@ -226,6 +226,7 @@ TOPICS = {
     check_routes: {"train", "rollout", "cluster", "algorithm"},
     check_exact: {"train", "rollout", "cluster", "algorithm"},
     float32_logits.faults: {"model", "train", "rollout", "algorithm", "mode"},
+    quantized.faults: {"model", "train", "rollout", "weight_sync", "cluster", "algorithm", "mode"},
     check_speculative: {"train", "rollout", "cluster", "algorithm", "model"},
     devices.sleep: {"train", "critic", "cluster", "algorithm"},
     check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
@@ -298,6 +299,7 @@ WITHOUT_TRAINING = frozenset(
         batch.tokens,
         check_exact,
         float32_logits.faults,
+        quantized.faults,
         check_speculative,
         check_reward,
         check_reward_model,
@@ -317,6 +319,7 @@ OF_DEVICE = (
     check_training,
     check_routes,
     check_exact,
+    quantized.faults,
     check_speculative,
     check_critic,
     profile.device,

@@ -32,6 +32,7 @@ from rlframe.rollout.fleet.frozen import FrozenEngines, JudgeEngines
 from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.rollout.fleet.worker import RolloutSetup
+from rlframe.rollout.served.quantized import quantized_reader
 from rlframe.run.check.engines.adapters import engine_adapter
 from rlframe.run.check.engines.speculative import syncs_head
 from rlframe.run.compose.parts import Parts
@@ -242,7 +243,8 @@ def frozen(parts: Parts, placement: Placement) -> FrozenEngines:
     engines = FrozenEngines(setup, slots=slots, num_threads=threads, **parts.limits())
     if not config.model.random_init:
         reader = CheckpointReader(resolve(config.model))
-        engines.proof = FrozenProof(reader.tensor, engines, num_threads=parts.threads(1))
+        tensor = quantized_reader(reader.tensor, config.rollout.engine_format)
+        engines.proof = FrozenProof(tensor, engines, num_threads=parts.threads(1))
     return engines
 
 

@@ -27,6 +27,7 @@ from rlframe.run.compose.trained import Trained, trained
 from rlframe.run.config import RunConfig
 from rlframe.weight_sync.adapted import ADAPTERS, BASE
 from rlframe.weight_sync.adapters import AdapterSync
+from rlframe.weight_sync.border import SourceRank
 from rlframe.weight_sync.channel import WeightSync
 from rlframe.weight_sync.config import HoldIn
 
@@ -101,7 +102,10 @@ def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) ->
     models_trained.start(parts)
     if at_once:
         # While the engines start.
-        models_trained.policy.warm_up_sync(ADAPTERS if sends_adapters(parts.config) else "")
+        models_trained.policy.warm_up_sync(sent_channel(parts.config))
+    elif parts.config.rollout.engine_format.channel:
+        # The memory of quantised weights must be taken before an engine measures what is free.
+        models_trained.policy.channel(sent_channel(parts.config)).call(SourceRank.warm_up)
     parts.start_up.done("policy")
     begin(engines)
     for group in engines:
@@ -126,6 +130,11 @@ def shared_gpu(parts: Parts) -> bool:
     return parts.device.type == "cuda" and parts.config.cluster.colocate
 
 
+def sent_channel(config: RunConfig) -> str:
+    """Returns the end of the name of the policy's channel: what of it is sent, and in which form."""
+    return ADAPTERS if sends_adapters(config) else config.rollout.engine_format.channel
+
+
 def synced(parts: Parts, policy: PolicyGroup, engines: RolloutGroup, *, channel: str = "") -> WeightSync:
     """Returns the calibrated weight sync of started ranks and engines.
 
@@ -134,10 +143,10 @@ def synced(parts: Parts, policy: PolicyGroup, engines: RolloutGroup, *, channel:
     """
     config = parts.config
     if sends_adapters(config):
-        base, adapters = policy.channel(channel + BASE), policy.channel(channel + ADAPTERS)
+        base, adapters = policy.channel(channel + BASE), policy.channel(channel + sent_channel(config))
         weight_sync = AdapterSync(base, adapters, engines, config.weight_sync)
     else:
-        weight_sync = WeightSync(policy.channel(channel), engines, config.weight_sync)
+        weight_sync = WeightSync(policy.channel(channel + sent_channel(config)), engines, config.weight_sync)
     weight_sync.connect()
     weight_sync.calibrate(version=first_version(config.checkpoint, parts.latest))
     return weight_sync

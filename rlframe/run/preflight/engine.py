@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 
 from rlframe.models.families.base import Architecture
-from rlframe.rollout.base.config import EngineDtype, RolloutConfig
+from rlframe.models.quantized.blocks import SIZE, EngineFormat
+from rlframe.rollout.base.config import CacheFormat, EngineDtype, RolloutConfig
 from rlframe.rollout.served.cache import token_bytes
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.preflight import constants
 from rlframe.run.preflight.parts import Part, Phase, Process
+
+SCALE_BYTES = 4
+"""Bytes of the scale of a block of SIZE x SIZE weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +42,19 @@ class EngineMemory:
     @property
     def weights_bytes(self) -> float:
         """Bytes of the weights on one device."""
-        return self.parameters * self.itemsize / self.config.devices_per_engine
+        matrices = 0
+        if self.config.engine_format is not EngineFormat.NONE:
+            embeddings = 1 if self.architecture.tie_embeddings else 2
+            matrices = self.parameters - embeddings * self.architecture.vocab_size * self.architecture.hidden_size
+        plain = (self.parameters - matrices) * self.itemsize
+        return (plain + matrices * (1 + SCALE_BYTES / SIZE**2)) / self.config.devices_per_engine
 
     @property
     def token_bytes(self) -> float:
         """Bytes of the keys and values of one token on one device, with its share of the sequence's states. Key heads
         that tp does not divide are copied."""
-        keys = token_bytes(self.architecture, tp=self.config.devices_per_engine, itemsize=self.itemsize)
+        itemsize = self.itemsize if self.config.cache_format is CacheFormat.AUTO else 1
+        keys = token_bytes(self.architecture, tp=self.config.devices_per_engine, itemsize=itemsize)
         return keys + self.state_bytes / self.sequence_tokens
 
     @property

@@ -15,6 +15,7 @@ from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.run.config import RunConfig
 from rlframe.run.preflight import constants, seconds, turns
@@ -126,6 +127,7 @@ class Plan:
             float32_logits=self.run.model.float32_logits,
             forward_passes=self.computes_old_logprobs or needs.reference or bool(teacher),
             cuda=self.cuda,
+            quantizes=self.workload.sampled and self.run.rollout.engine_format is not EngineFormat.NONE,
             teacher_bytes=self._frozen_bytes(teacher.model, self.parallel) if inside and teacher else 0.0,
         )
 

@@ -45,6 +45,8 @@ class TrainerMemory:
     cuda: bool = True
     teacher_bytes: float = 0.0
     """Weights of a teacher in the same ranks."""
+    quantizes: bool = False
+    """Whether it keeps the weights as engines in FP8 receive them."""
     phase: Phase = Phase.TRAIN
     """The phase in which it trains."""
 
@@ -71,6 +73,7 @@ class TrainerMemory:
         context = tuple(self._context())
         weights = Part("parameters", stage.all * self.itemsize)
         merged = Part("merged adapters", stage.adapted * self.itemsize)
+        quantized = Part("weights as engines receive them, in 8 bits", self.matrices(stage) if self.quantizes else 0)
         teacher = Part("teacher", self.teacher_bytes)
         states = tuple(self.states(stage))
         work = {self.phase: tuple(self._training(stage))}
@@ -79,8 +82,8 @@ class TrainerMemory:
         sleeps = self.train.offload_optimizer
         return Process(
             role=self.role,
-            resident=(weights, merged, teacher, *states, *context),
-            asleep=(weights, merged, teacher, *context) if sleeps else None,
+            resident=(weights, merged, quantized, teacher, *states, *context),
+            asleep=(weights, merged, quantized, teacher, *context) if sleeps else None,
             work=work,
         )
 
@@ -98,8 +101,11 @@ class TrainerMemory:
         moment = 2 if optimizer.moment_dtype is MomentDtype.BFLOAT16 else FLOAT32
         yield Part("moments", (shard * 2 * moment - self.second_moments_of_matrices(stage)) * on_device)
         if train.fp8.recipe is not Fp8Recipe.OFF and self.cuda:
-            matrices = stage.all - stage.head * (1 if self.architecture.tie_embeddings else 2)
-            yield Part("weights in 8 bits, by rows and by columns", max(0, matrices) * 2)
+            yield Part("weights in 8 bits, by rows and by columns", self.matrices(stage) * 2)
+
+    def matrices(self, stage: StageWeights) -> float:
+        """Returns the number of weights of a rank apart from embedding and output layer."""
+        return max(0, stage.all - stage.head * (1 if self.architecture.tie_embeddings else 2))
 
     def state_bytes(self, stage: StageWeights) -> float:
         """Returns the bytes of a checkpoint that a rank holds, at most: weights, main weights and moments."""

@@ -83,6 +83,7 @@ class RunningSides:
         slots = replace(self._placement, slots=with_variables(self._placement.slots, exact))
         self._rollout = rollout = models.rollout(self._parts, slots)
         at_once = not (shared_gpu(self._parts) and run.rollout.measures_memory)
+        channel = run.rollout.engine_format.channel
         if at_once:
             rollout.begin()
         if self._policy is None:
@@ -90,9 +91,9 @@ class RunningSides:
             self._policy = models.policy(self._parts, slots, algorithm)
             self._policy.start()
             if at_once:
-                self._policy.warm_up_sync()
+                self._policy.warm_up_sync(channel)
         rollout.start()
-        self._sync = WeightSync(self._policy, rollout, run.weight_sync)
+        self._sync = WeightSync(self._policy.channel(channel), rollout, run.weight_sync)
         self._sync.connect()
         self._stale = ""
         try:

@@ -76,6 +76,7 @@ def record_loader(
     load: Callable[[Iterable[tuple[str, Tensor]]], Any],
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
     *,
     sparse: bool = False,
 ) -> MemoryLayout:
@@ -86,12 +87,13 @@ def record_loader(
 
     Args:
         load: takes (name, tensor) pairs and writes into `parameters`, which it finds by itself.
+        dtypes: number formats of tensors that have not that of the first parameter.
         sparse: leave parameters of which the loader fills nothing out of the layout.
 
     Raises:
         WeightSyncFailed: as `record`; or two parameters lie in one storage.
     """
-    recorder = _Recorder(parameters, tensors)
+    recorder = _Recorder(parameters, tensors, dtypes)
     with torch.no_grad(), recorder:
         load(iter(recorder.checkpoint.items()))
     return recorder.layout(sparse=sparse)
@@ -199,11 +201,19 @@ class _Axis(NamedTuple):
 class _Recorder(TorchDispatchMode):
     """Records copies of a loader from meta tensors into parameters, and executes none of them."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], tensors: Mapping[str, tuple[int, ...]]):
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        tensors: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ):
         super().__init__()
         # A loader that casts to the parameter's dtype casts to the dtype it already has, which is not a copy.
         dtype = next((value.dtype for value in parameters.values()), torch.float32)
-        self.checkpoint = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
+        known = dtypes or {}
+        self.checkpoint = {
+            name: torch.empty(shape, dtype=known.get(name, dtype), device="meta") for name, shape in tensors.items()
+        }
         self._parameters, self._tensors = parameters, tensors
         self._copies: list[tuple[_Strided, _Strided]] = []
         self._zeros: list[_Strided] = []

@@ -22,8 +22,13 @@ TILE = 8192
 """Words of a copy tile: 64 KiB, so that a tile outlasts the latency of a link."""
 WIDTHS = (16, 8, 4, 2, 1)
 """Bytes that a copy can move as one piece, by alignment, the widest first."""
-FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-"""Triton's names of the number formats."""
+FORMATS = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.uint8,
+}
+"""Triton's names of the number formats. Numbers of 8 bits are never cast, so that their bits will do."""
 
 
 class Pair(NamedTuple):

@@ -50,8 +50,8 @@ class DigestPlan:
             dtypes: format to cast each tensor to first, for a comparison with a copy of lower precision; as held when
                 absent.
             names: the tensors to digest, all those of the layout when None.
-            units: elements, 1, 2 or 4, of which every box of a tensor begins and ends at a multiple in its columns, on
-                all ranks whose shares are added or compared; 1 when absent. See `common_units`.
+            units: elements, 1, 2, 4 or 8, of which every box of a tensor begins and ends at a multiple in its columns,
+                on all ranks whose shares are added or compared; 1 when absent. See `common_units`.
             seed: 0..2^64-1, the same on all ranks whose shares are added or compared.
 
         Raises:
@@ -143,9 +143,7 @@ def common_units(layouts: Iterable[MemoryLayout]) -> dict[str, int]:
     ends: dict[str, int] = {}
     for layout in layouts:
         for name, boxes in layout.boxes.items():
-            ends[name] = math.gcd(
-                ends.get(name, WORD_BYTES // 2), *(end for box in boxes for end in (box.col, box.cols))
-            )
+            ends[name] = math.gcd(ends.get(name, WORD_BYTES), *(end for box in boxes for end in (box.col, box.cols)))
     return {name: unit for name, unit in ends.items() if unit > 1}
 
 

@@ -40,8 +40,13 @@ WARPS = 1
 """Warps of a program. With one, no thread waits for another."""
 MAX_COLS, MIN_COLS = 256, 16
 """Words of a tile's row."""
-FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-"""Triton's names of the number formats."""
+FORMATS = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.uint8,
+}
+"""Triton's names of the number formats. Numbers of 8 bits are never cast, so that their bits will do."""
 COLUMNS = ("address", "row_stride", "col_stride", "row", "word", "rows", "words", "slot")
 """Columns of the table of tiles: its address, strides in elements, its first row and word in the tensor, the remaining
 rows and words of the box from there, and the slot of its sum."""
@@ -70,7 +75,9 @@ def _word(data, inside, row_stride, UNIT: tl.constexpr, DIRECT: tl.constexpr, MA
     word = tl.zeros(inside.shape, dtype=tl.uint64)
     for index in tl.static_range(UNIT):
         value = tl.load(data + index * col_stride, mask=inside, other=0).to(SEEN)
-        if SEEN.primitive_bitwidth == 16:
+        if SEEN.primitive_bitwidth == 8:
+            word |= value.to(tl.uint64) << (8 * index)
+        elif SEEN.primitive_bitwidth == 16:
             word |= value.to(tl.uint16, bitcast=True).to(tl.uint64) << (16 * index)
         else:
             word |= value.to(tl.uint32, bitcast=True).to(tl.uint64) << (32 * index)

@@ -3,11 +3,11 @@
     digest(x) = sum over rows i and words u of mix(word(x[i, u]) xor K[i] xor k[u]) * W[i] * w[u]   mod 2^64
     mix(z): z = z * A,  z = z xor (z >> 32),  z = z * B,  z = z xor (z >> 32)                       mod 2^64
 
-A word is 4 neighbouring elements of a row in formats of 16 bits, 2 of float32, as they lie in memory; fewer in tensors
-that some rank's shard cuts elsewhere (`units`), the rest of the word being 0. -0.0 and 0.0 differ; NaN equals itself.
-K and W belong to the row, k and w to the word's column; all have 64 bits and are drawn from a seed by splitmix64, W and
-w odd; A and B are odd constants. Being a sum, the digest of a tensor is the sum of the digests of any partition of it
-into whole words, whoever holds which part.
+A word is 4 neighbouring elements of a row in formats of 16 bits, 2 of float32, 8 of 8 bits, as they lie in memory;
+fewer in tensors that some rank's shard cuts elsewhere (`units`), the rest of the word being 0. -0.0 and 0.0 differ; NaN
+equals itself. K and W belong to the row, k and w to the word's column; all have 64 bits and are drawn from a seed by
+splitmix64, W and w odd; A and B are odd constants. Being a sum, the digest of a tensor is the sum of the digests of any
+partition of it into whole words, whoever holds which part.
 
 **A change within one word, so of any single element, is always seen**, whatever the seed: `mix` is a bijection, so that
 it changes by some D that is not 0 mod 2^64, and the sum by D * W * w. Odd numbers have an inverse mod 2^64.
@@ -44,7 +44,12 @@ from numpy.typing import NDArray
 
 from rlframe.weight_sync.layout.boxes import Box, Region
 
-BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
+BITS = {
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.uint16,
+    torch.float32: torch.uint32,
+    torch.float8_e4m3fn: torch.uint8,
+}
 """Unsigned type with the bits of each number format."""
 STREAMS = {"row": (0x243F6A8885A308D3, 0x13198A2E03707344), "col": (0xA4093822299F31D0, 0x082EFA98EC4E6C89)}
 """First digits of pi, which distinguish the keys of rows and columns, and of weights and mixing."""
@@ -79,8 +84,9 @@ def distinct(boxes: Iterable[Box]) -> tuple[list[Box], list[Box]]:
 
 
 def words(bits: NDArray, unit: int) -> NDArray[np.uint64]:
-    """Returns [rows, cols / unit] the words of a contiguous matrix of patterns, [rows, cols] uint16 or uint32."""
-    kind = {2: np.uint16, 4: np.uint32, 8: np.uint64}[unit * bits.itemsize]
+    """Returns [rows, cols / unit] the words of a contiguous matrix of patterns, [rows, cols] uint8, uint16 or
+    uint32."""
+    kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[unit * bits.itemsize]
     return bits.view(kind).astype(np.uint64, copy=False)
 
 

@@ -39,6 +39,34 @@ def test_fp8_by_hand() -> None:
     assert weight.tolist() == [[2.0, 2**-8, 224.0], [-4.0, 2.0, 0.5], [3.0, -6.0, 112.0]]
 
 
+def test_fp8_is_quantised_by_hand() -> None:
+    # The largest of each block of 2 x 2: 3.5 = 448 * 2**-7, 3, none, 448 * 2**-140, whose scale would not be normal.
+    weight = torch.tensor([[2.0, -1.0, 0.75, -3.0], [0.5, 3.5, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    weight[3, 3] = 448 * 2.0**-140
+    values, scales = Fp8((2, 2)).quantize(weight)
+    assert scales.tolist() == [[2**-7, torch.tensor(3.0).div(448).item()], [1.0, 2**-126]]
+    # 0.75 and 1 of 3 are 112 and 149.33, whose neighbours are 144 and 160. 448 * 2**-14 is rounded to 14 * 2**-9.
+    assert values.float().tolist() == [[256, -128, 112, -448], [64, 448, 0, 144], [0, 0, 0, 0], [0, 0, 0, 14 * 2**-9]]
+    values, scales = Fp8((2, 2)).quantize(weight, powers_of_2=True)
+    # 448 / 3 = 149.33 is cut to 128, so that 3 becomes 384.
+    assert scales.tolist() == [[2**-7, 2**-7], [1.0, 2**-126]]
+    assert values.float().tolist() == [[256, -128, 96, -384], [64, 448, 0, 128], [0, 0, 0, 0], [0, 0, 0, 14 * 2**-9]]
+
+
+@pytest.mark.parametrize("powers_of_2", [False, True])
+def test_fp8_quantises_what_it_stands_for_bit_for_bit(powers_of_2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In more than one strip. Scales have few digits, so that float32 holds each product.
+    monkeypatch.setattr(base, "STRIP_BYTES", 400_000)
+    generator = torch.Generator().manual_seed(0)
+    values = (torch.randn(512, 384, generator=generator) * 50).to(torch.float8_e4m3fn)
+    values.view(4, 128, 3, 128)[:, 7, :, 9] = -448
+    scales = 2.0 ** torch.randint(-20, 5, (4, 3), generator=generator)
+    scales = scales if powers_of_2 else (scales * torch.rand(4, 3, generator=generator)).bfloat16().float()
+    fp8 = Fp8((128, 128))
+    found = fp8.quantize(fp8.dequantize([values, scales], torch.float32), powers_of_2=powers_of_2)
+    assert torch.equal(bits(found[0]), bits(values)) and torch.equal(found[1], scales)
+
+
 def test_fp8_of_one_scale_by_hand() -> None:
     values = torch.tensor([[0x38, 0xC0]], dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert Fp8(None).dequantize([values, torch.tensor(0.5)], BFLOAT16).tolist() == [[0.5, -1.0]]

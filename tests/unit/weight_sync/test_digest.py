@@ -78,6 +78,10 @@ def test_a_word_is_as_many_elements_as_the_shards_and_eight_bytes_allow() -> Non
     assert one_box(value, unit=4) == share(0x8000_3F00_C000_3F80, 0, 0)
     # Two float32 fill a word.
     assert one_box(torch.tensor([[1.0, -2.0]]), unit=4) == share(0xC0000000_3F800000, 0, 0)
+    # So do eight numbers of 8 bits: 1.0 = 0x38, -2.0 = 0xC0, 448 = 0x7E, -0.0 = 0x80. Alone each is a word.
+    value = torch.tensor([[1.0, -2.0, 448.0, -0.0, 0.0, 0.0, 0.0, 1.0]]).to(torch.float8_e4m3fn)
+    assert one_box(value, unit=8) == share(0x38000000_807EC038, 0, 0)
+    assert one_box(value[:, :2].contiguous()) == (share(0x38, 0, 0) + share(0xC0, 0, 1)) % WRAP
 
 
 def test_the_unit_of_a_tensor_suits_every_rank() -> None:
@@ -85,7 +89,7 @@ def test_the_unit_of_a_tensor_suits_every_rank() -> None:
         value = torch.zeros(2, end - start)
         return record(lambda p, c: p["p"].copy_(c["t"][:, start:end]), {"p": value}, {"t": (2, width)})
 
-    assert common_units([rank(0, 8, 16), rank(8, 16, 16), rank(0, 16, 16)]) == {"t": 4}
+    assert common_units([rank(0, 8, 16), rank(8, 16, 16), rank(0, 16, 16)]) == {"t": 8}
     assert common_units([rank(0, 6, 16), rank(6, 16, 16)]) == {"t": 2}
     assert common_units([rank(0, 7, 16)]) == {}
 

@@ -7,7 +7,7 @@ from rlframe.attempts.rendering.config import History
 from rlframe.environments.base import answers
 from rlframe.models import hub, tokenizer
 from rlframe.run.check.context import missing, online
-from rlframe.run.check.roles.teacher import ENGINES_WITH_EXTRA
+from rlframe.run.check.roles.teacher import ENGINES_WITH_EXTRA, plain_faults
 from rlframe.run.config import RunConfig
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
@@ -36,6 +36,7 @@ def faults(run: RunConfig) -> Iterator[Fault]:
     if engine.name in ENGINES_WITH_EXTRA and missing(engine.name):
         why = f'pip install "rlframe[{engine.name}]"'
         yield Fault("judge.engine.name", f"needs the package {engine.name}", got=engine.name, why=why, stated=True)
+    yield from plain_faults(engine, "judge.engine")
     defaults = {field.name: field.default for field in fields(engine)}
     for name, why in IDLE.items():
         if (value := getattr(engine, name)) != defaults[name]:

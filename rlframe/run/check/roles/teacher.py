@@ -11,6 +11,8 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
+from rlframe.models.quantized.blocks import EngineFormat
+from rlframe.rollout.base.config import RolloutConfig
 from rlframe.run.check import sharing
 from rlframe.run.check.context import longest_rollout
 from rlframe.run.check.model import file_faults
@@ -122,6 +124,7 @@ def _engine_faults(run: RunConfig, teacher: TeacherConfig, *, writes: bool) -> I
             got=engine.name,
             hint="remove it or set placement=engine",
         )
+    yield from plain_faults(engine, "teacher.engine")
     if engine.name in ENGINES_WITH_EXTRA and importlib.util.find_spec(engine.name) is None:
         yield Fault(
             "teacher.engine.name",
@@ -239,3 +242,14 @@ def _vocabulary_faults(
             why="distributions over different tokens cannot be compared",
         )
     yield from vocabulary.faults(model, policy_folder, teacher_model, teacher_folder, key="teacher.path")
+
+
+def plain_faults(engine: RolloutConfig, key: str) -> Iterator[Fault]:
+    """Checks that engines of another model than the policy hold it as it is.
+
+    Args:
+        key: section of their settings.
+    """
+    if engine.engine_format is not EngineFormat.NONE:
+        why = "rlframe has proved the policy's engines in FP8 alone, so far"
+        yield Fault(f"{key}.quantization", "must be none", got=engine.engine_format, why=why)

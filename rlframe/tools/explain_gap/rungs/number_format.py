@@ -7,6 +7,7 @@ from rlframe.megatron.config.options import Fp8Recipe
 from rlframe.megatron.config.train import Dtype
 from rlframe.rollout.base.config import EngineDtype, Logprobs
 from rlframe.tools.explain_gap.rung import Rung, Subject
+from rlframe.tools.explain_gap.rungs.eight_bits import RUNG as EIGHT_BITS
 
 
 class NumberFormat(Rung):
@@ -33,6 +34,8 @@ class NumberFormat(Rung):
         found: dict[str, Any] = {"train.dtype": "float32", "rollout.dtype": "float32", "model.float32_logits": False}
         if subject.run.train.fp8.recipe is not Fp8Recipe.OFF:
             found["train.fp8"] = {}
+        # A switch of this one alone; the ladder has switched it before.
+        found |= EIGHT_BITS.settings(subject)
         if subject.run.train.optimizer.precision_aware:
             found |= {"train.optimizer.precision_aware": False, "train.optimizer.moment_dtype": "float32"}
         if subject.cuda:

@@ -77,8 +77,10 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_starts(values: dic
 
 def test_an_engine_with_a_cache_of_a_given_size_asks_for_no_part_of_the_device():
     of = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": None}
-    assert memory_options(VllmConfig(), cuda=True) == of
+    plain = {"kv_cache_dtype": "auto"}
+    assert memory_options(VllmConfig(), cuda=True) == of | plain
     of = {"enable_sleep_mode": False, "gpu_memory_utilization": LEAST_CLAIM, "kv_cache_memory_bytes": 4_000_000_000}
+    of |= plain
     assert memory_options(VllmConfig(kv_cache_gb=4, sleep_level=0), cuda=True) == of
     assert memory_options(VllmConfig(), cuda=False)["kv_cache_memory_bytes"] == CPU_CACHE_BYTES
     assert memory_options(VllmConfig(kv_cache_gb=0.5), cuda=False)["kv_cache_memory_bytes"] == 500_000_000

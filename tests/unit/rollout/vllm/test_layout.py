@@ -2,13 +2,17 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.quantized.blocks import EngineFormat
+from rlframe.rollout.served.quantized import quantized_weights
 from rlframe.rollout.vllm import layout as vllm_layout
+from rlframe.rollout.vllm.config import has_tiles
 from rlframe.utils.errors import ConfigError
 from tests.tiny_models import make
 from tests.unit.rollout.recorded import replay
@@ -55,18 +59,49 @@ def test_the_recording_replays_what_vllm_loads(name: str, tp: int, ep: bool, tmp
             assert torch.equal(value, replayed[parameter]), f"rank {rank}: {parameter}"
 
 
+@pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX, without which vLLM makes no layers in FP8 on it")
+@pytest.mark.parametrize(("name", "tp", "ep"), [("qwen3", 2, False), ("qwen3_moe", 2, False), ("qwen3_moe", 2, True)])
+def test_the_recording_of_fp8_blocks_replays_what_vllm_loads(name: str, tp: int, ep: bool, tmp_path: Path) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
+    make(name, tmp_path, **wide, **({"moe_intermediate_size": 256} if "moe" in name else {}))
+    fp8, weights = EngineFormat.FP8_BLOCK, load_file(tmp_path / "model.safetensors")
+    checkpoint = dict(quantized_weights(weights.items(), fp8, dtype=torch.bfloat16, device="cpu"))
+    layouts = vllm_layout.engine_layouts(tmp_path, dtype=torch.bfloat16, tp=tp, ep=ep, engine_format=fp8)
+    for rank, layout in enumerate(layouts):
+        loaded = load_with_vllm(tmp_path, checkpoint, rank, tp, ep, dtype=torch.bfloat16, engine_format=fp8)
+        replayed = replay(layout, {name: value.bfloat16().float() for name, value in checkpoint.items()})
+        assert loaded.keys() == replayed.keys()
+        assert {str(value.dtype) for value in loaded.values()} == {
+            "torch.bfloat16", "torch.float32", "torch.float8_e4m3fn",
+        }  # fmt: skip
+        for parameter, value in loaded.items():
+            assert torch.equal(value.bfloat16().float(), replayed[parameter]), f"rank {rank}: {parameter}"
+
+
 def load_with_vllm(
-    folder: Path, checkpoint: dict[str, torch.Tensor], rank: int, tp: int, ep: bool
+    folder: Path,
+    checkpoint: dict[str, torch.Tensor],
+    rank: int,
+    tp: int,
+    ep: bool,
+    *,
+    dtype: torch.dtype = torch.float32,
+    engine_format: EngineFormat = EngineFormat.NONE,
 ) -> dict[str, torch.Tensor]:
     """The parameters of one rank, in memory, after vLLM has loaded the tensors itself."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    config = copy.deepcopy(vllm_layout._config(folder, dtype=torch.float32, tp=tp, ep=ep))
-    with vllm_layout._stand_in_groups(rank, tp), set_current_vllm_config(config), torch.no_grad():
-        model = initialize_model(config)
-        model.load_weights(checkpoint.items())
-    return {name: value.detach() for name, value in model.named_parameters()}
+    config = copy.deepcopy(vllm_layout._config(folder, dtype=dtype, tp=tp, ep=ep, engine_format=engine_format))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with vllm_layout._stand_in_groups(rank, tp), set_current_vllm_config(config), torch.no_grad():
+            model: Any = initialize_model(config)
+            model.load_weights(checkpoint.items())
+    finally:
+        torch.set_default_dtype(before)
+    return {name: value.detach() for name, value in vllm_layout.weights(model).items()}
 
 
 def test_a_process_with_an_engine_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

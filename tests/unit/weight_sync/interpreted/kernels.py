@@ -84,6 +84,7 @@ def parameters(dtype: torch.dtype) -> dict[str, Tensor]:
         (torch.float32, torch.float32),
         (torch.float32, torch.bfloat16),
         (torch.float16, torch.float16),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
     ],
     ids=str,
 )
@@ -93,7 +94,7 @@ def test_shares_equal_those_of_the_plain_digest(held: torch.dtype, seen: torch.d
     names = list(layout.tensors)
     keyed = {"dtypes": dict.fromkeys(names, seen), "units": common_units([layout]), "seed": 77}
     # Whole words where columns allow it, single elements of odd ones.
-    assert keyed["units"] == {"gate": 4, "up": 4, "tied": 4}
+    assert keyed["units"] == {"gate": 4, "up": 4, "tied": 8}
     shares = digest_kernels.DigestTable(layout, mine, names, **keyed).shares()
     expected = digest(layout, mine, **keyed)
     assert shares.dtype == np.uint64

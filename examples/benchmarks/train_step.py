@@ -193,8 +193,8 @@ def run_case(
     policy = start(ModelConfig(path=str(make_model(config, folder / "model")), random_init=True), train, logs, stack)
     start_s = time.perf_counter() - begun
     batch = make_batch(case, config["vocab_size"], count=case.microbatches * dp)
-    train_s = timed(lambda: policy.train(batch))
-    logprobs_s = timed(lambda: policy.logprobs(batch))
+    first_train_s, train_s = timed(lambda: policy.train(batch))
+    first_logprobs_s, logprobs_s = timed(lambda: policy.logprobs(batch))
     flops = flops_per_token(config, case.lengths)
     seconds = statistics.median(train_s)
     memory = on_workers(policy, peak_memory)
@@ -206,6 +206,8 @@ def run_case(
         "microbatches_per_rank": case.microbatches,
         "gpus": world,
         "start_s": start_s,
+        "first_train_s": first_train_s,
+        "first_logprobs_s": first_logprobs_s,
         "train_s": {"median": seconds, "best": min(train_s), "all": train_s},
         "logprobs_s": {"median": statistics.median(logprobs_s), "best": min(logprobs_s)},
         "logprobs_over_train": statistics.median(logprobs_s) / seconds,
@@ -274,14 +276,15 @@ def make_batch(case: Case, vocab_size: int, *, count: int) -> TrainBatch:
     )
 
 
-def timed(call: Any) -> list[float]:
-    """Seconds of each of MEASURED calls, after WARM_UP others."""
+def timed(call: Any) -> tuple[float, list[float]]:
+    """Seconds of the first call, in which kernels are compiled and libraries begin, and of each of MEASURED calls after
+    WARM_UP."""
     seconds = []
     for _ in range(WARM_UP + MEASURED):
         begun = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - begun)
-    return seconds[WARM_UP:]
+    return seconds[0], seconds[WARM_UP:]
 
 
 def on_workers(policy: PolicyGroup, function: Any) -> list[Any]:

@@ -45,6 +45,8 @@ def explain(
     actual = destinations.call(DestinationRank.box_digests, tensor, regions, engines=[engine])
     holders = [rank for rank, layout in enumerate(connection.sources) if tensor in layout.boxes]
     from_ranks = f" (source ranks {', '.join(map(str, holders))})"
+    if known is None:
+        from_ranks += _rounded(connection, tensor, holders)
     for region in regions:
         for rank, values in zip(ranks, actual, strict=True):
             if region in values and values[region] != expected.get(region):
@@ -53,6 +55,20 @@ def explain(
                     f"{region.col}..{region.col + region.cols - 1} on destination rank {rank}{from_ranks}"
                 )
     return text + from_ranks
+
+
+def _rounded(connection: Connection, tensor: str, holders: Sequence[int]) -> str:
+    """Returns a clause about a tensor that the trainer holds with fewer digits than engines, or nothing. Both have just
+    loaded it, so engines have digits of the checkpoint that the trainer has not."""
+    mine, held = connection.sources[holders[0]].dtype(tensor), connection.dtypes[tensor]
+    if mine.itemsize >= held.itemsize:
+        return ""
+    ours, theirs = (str(each).removeprefix("torch.") for each in (mine, held))
+    return (
+        f". The trainer holds it as {ours} and the engine as {theirs}, so values of more digits, of model.random_init "
+        f"or of a checkpoint, are rounded by the trainer alone: store the checkpoint in {ours}, or set "
+        f"train.dtype={theirs}"
+    )
 
 
 def account(

@@ -112,7 +112,8 @@ def test_a_mid_model_is_near_the_trainer_and_a_cache_in_8_bits_too(tmp_path: Pat
     model = checkpoint("dense", tmp_path / "initial")
     config = json.loads((model / "config.json").read_text())
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.02}  # fmt: skip
+             "num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.02,
+             "layer_types": ["full_attention"] * 8}  # fmt: skip
     (model / "config.json").write_text(json.dumps(config | shape))
     found = {}
     for cache in ("auto", "fp8"):
@@ -217,6 +218,7 @@ def test_a_gpu_quantises_as_a_cpu_bit_for_bit(powers_of_2: bool) -> None:
 def test_powers_of_two_are_the_weights_with_which_transformer_engine_computes() -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("transformer_engine is not installed")
+    import transformer_engine.pytorch  # noqa: F401 - which loads the library that the next import names
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 

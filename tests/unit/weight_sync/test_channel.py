@@ -15,7 +15,7 @@ from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout.boxes import window
-from rlframe.weight_sync.layout.memory import MemoryLayout, load_tensor, record
+from rlframe.weight_sync.layout.memory import MemoryLayout, identity_layout, load_tensor, record
 from tests.unit.models.parameters import SMALL_MOE, empty, shards
 from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 from tests.unit.weight_sync.world import World, after_pull
@@ -68,6 +68,18 @@ def test_calibration_refuses_weights_that_are_not_where_they_were_recorded(world
     ):
         world.sync.calibrate(version=0)
     assert str(world.destinations.gates[0]).startswith("the sync of version 0 failed: engine 0 does not hold")
+
+
+def test_calibration_says_that_the_trainer_alone_has_rounded_what_engines_hold_in_more_digits() -> None:
+    held = {"gate": torch.tensor([[0.1, 0.5], [0.3, 1.0]])}
+    rounded = {"gate": held["gate"].bfloat16()}
+    sources = LocalSources([WeightSource(identity_layout(rounded), rounded)])
+    engine = LocalDestinations([[destination(identity_layout(held), held)]])
+    sync = WeightSync(sources, engine, WeightSyncConfig())
+    sync.connect()
+    with pytest.raises(WeightSyncFailed, match="holds it as bfloat16 and the engine as float32.*train.dtype=float32"):
+        sync.calibrate(version=0)
+    sync.close()
 
 
 def test_a_restarted_engine_is_proved_against_the_first_checkpoint_and_brought_up(world: World) -> None:

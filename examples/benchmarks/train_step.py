@@ -74,6 +74,8 @@ LENGTHS = (8192, 4096, 2048, 1024, 512, 512)
 LENGTHS_8K = (4096, 2048, 1024, 512, 256, 256)
 LENGTHS_12K = (6144, 3072, 1536, 768, 384, 384)
 """The same, scaled, where memory asks."""
+MIXED = (8192, 8192, 4096, 4096, 2048, 2048, 2048, 2048)
+"""32,768 tokens for two ranks of context parallelism, each of which may take half of them in whole sequences."""
 SHORT = (1024, 1024)
 """For deterministic mode: on Hopper cuDNN's deterministic attention (9.19) of packed sequences takes memory for
 sequences * heads * (tokens of the micro-batch)^2 floats; at 16,384 tokens it asked for 512 GiB."""
@@ -104,6 +106,12 @@ def block(layers: int) -> dict[str, Any]:
     return {"recompute": "full", "recompute_options": {"method": "block", "layers": layers}}
 
 
+def mixed(*, dynamic: bool) -> dict[str, Any]:
+    """Two ranks share sequences, or take whole ones."""
+    sharing = {"parallel": "c2", "context_parallel": {"dynamic": dynamic}, "max_tokens_per_microbatch": sum(MIXED) // 2}
+    return bf16_moments(**block(24), **sharing)
+
+
 EXACT = {"optimizer": {"precision_aware": True}}
 """Float32 moments and main weights, the latter without the bits that the parameters have: 16 bytes a parameter."""
 CASES = {
@@ -112,6 +120,8 @@ CASES = {
     "qwen3_4b_deterministic": Case(
         model="qwen3_4b", train=EXACT | {"deterministic": True}, lengths=SHORT, microbatches=16
     ),
+    "qwen3_4b_c2": Case(model="qwen3_4b", train=mixed(dynamic=False), lengths=MIXED),
+    "qwen3_4b_c2_dynamic": Case(model="qwen3_4b", train=mixed(dynamic=True), lengths=MIXED),
     "qwen3_4b_fp8": Case(model="qwen3_4b", train=EXACT | {"fp8": {"recipe": "blockwise", "format": "e4m3"}}),
     "qwen3_8b_1gpu": Case(model="qwen3_8b", train=bf16_moments(**block(26))),
     "qwen3_8b": Case(

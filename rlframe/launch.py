@@ -29,6 +29,7 @@ from rlframe.config.load import (
 from rlframe.config.sweep import Job
 from rlframe.loops.reporting.starting import awaited
 from rlframe.loops.stop import Stop
+from rlframe.run import forks
 from rlframe.run.settings import help
 from rlframe.run.settings.completion import Completion, words_of
 from rlframe.utils.errors import ConfigError, RlframeError, UsageError
@@ -160,15 +161,16 @@ def launch(composed: DictConfig) -> Job:
     telling.begin()
     telling.tell(awaited)
     try:
-        from rlframe.run.folder import claim  # noqa: PLC0415 - help must not wait for torch
+        with forks.begun(composed):
+            from rlframe.run.folder import claim  # noqa: PLC0415 - help must not wait for torch
 
-        run = prepare(composed)
-        with closing(claim(run, job.overrides)) as lock:
-            job.output = run.output
-            stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
-            from rlframe.run.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
+            run = prepare(composed)
+            with closing(claim(run, job.overrides)) as lock:
+                job.output = run.output
+                stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check
+                from rlframe.run.compose.run import run as run_loop  # noqa: PLC0415 - a fault must not wait for ray
 
-            job.end(run_loop(run, stop, began=job.started, begin=telling.end))
+                job.end(run_loop(run, stop, began=job.started, begin=telling.end))
     except KeyboardInterrupt:
         # A sweep ends with the stopped job.
         telling.end()

@@ -27,6 +27,8 @@ from rlframe.cluster.environment import FOR_WORKERS
 
 PROGRAM = "default_worker.py"
 """Ray's program of a worker. One with an environment of its own has another one before it, and begins afresh."""
+RAYS = "thirdparty_files"
+"""Name of the folder of packages that Ray has copies of."""
 END_S = 15.0
 """Seconds that a killed process may take to end."""
 STREAMS = 3
@@ -50,45 +52,99 @@ if not asked:
 """
 
 
+class _Template:
+    """The process of a template, which begins to import."""
+
+    def __init__(self, modules: Sequence[str]):
+        """
+        Raises:
+            OSError: the path of the system's folder for temporary files is too long for a socket.
+        """
+        self.modules, self.path = tuple(modules), _path()
+        self._folder = tempfile.TemporaryDirectory()
+        address = f"{self._folder.name}/template"
+        # Of a socket that only the template holds, a launcher learns that it is gone.
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlframe.cluster.template", str(listener.fileno()), *modules],
+                env=os.environ | FOR_WORKERS | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                # Neither Ctrl-C nor a signal to the run's process group reaches it, as Ray's own processes.
+                start_new_session=True,
+            )
+        launcher = written(self._folder.name, address)
+        # Programs in that folder may be forbidden.
+        self.launcher = launcher if os.access(launcher, os.X_OK) else None
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(END_S)
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._folder.cleanup()
+
+
 class _Present:
-    """The launcher of this process's template."""
+    """The templates of this process."""
 
     launcher: str | None = None
+    """Of the template that is asked for workers."""
+    ahead: _Template | None = None
+    """A template that nobody has asked for yet."""
+
+
+@contextmanager
+def ahead(modules: Sequence[str]) -> Iterator[None]:
+    """Begins a template now, inside the `with` block, of which a later `imported` of the same modules makes its own."""
+    _Present.ahead = _begun(modules)
+    try:
+        yield
+    finally:
+        _end_of_ahead()
 
 
 @contextmanager
 def imported(modules: Sequence[str]) -> Iterator[None]:
-    """Has a template inside the `with` block that imports `modules`, from now on. None of them may start a thread."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
-        address = f"{folder}/template"
-        try:
-            listener.bind(address)
-        except OSError:
-            # The path of the system's folder for temporary files is too long for a socket.
-            yield
-            return
-        listener.listen()
-        template = subprocess.Popen(
-            [sys.executable, "-m", "rlframe.cluster.template", str(listener.fileno()), *modules],
-            env=os.environ | FOR_WORKERS | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            pass_fds=[listener.fileno()],
-            stdin=subprocess.PIPE,
-            # Neither Ctrl-C nor a signal to the run's process group reaches it, as Ray's own processes.
-            start_new_session=True,
-        )
-        # Of a socket that only the template holds, a launcher learns that it is gone.
-        listener.close()
-        launcher = written(folder, address)
-        # Programs in that folder may be forbidden.
-        _Present.launcher = launcher if os.access(launcher, os.X_OK) else None
-        try:
-            yield
-        finally:
-            _Present.launcher = None
-            template.kill()
-            template.wait(END_S)
-            assert template.stdin
-            template.stdin.close()
+    """Has a template inside the `with` block that imports `modules`, from now on or as begun `ahead`. None of them may
+    start a thread."""
+    template = _Present.ahead
+    if template is not None and (template.modules, template.path) == (tuple(modules), _path()):
+        _Present.ahead = None
+    else:
+        # What was begun would import from other folders.
+        _end_of_ahead()
+        template = _begun(modules)
+    if template is None:
+        yield
+        return
+    _Present.launcher = template.launcher
+    try:
+        yield
+    finally:
+        _Present.launcher = None
+        template.close()
+
+
+def _begun(modules: Sequence[str]) -> _Template | None:
+    """Returns a new template. None if there can be none."""
+    try:
+        return _Template(modules)
+    except OSError:
+        return None
+
+
+def _path() -> list[str]:
+    """Returns the folders that modules are imported from, without Ray's own, which Ray adds wherever it is imported."""
+    return [folder for folder in sys.path if Path(folder).name != RAYS]
+
+
+def _end_of_ahead() -> None:
+    if _Present.ahead is not None:
+        _Present.ahead.close()
+    _Present.ahead = None
 
 
 def written(folder: str, address: str) -> str:

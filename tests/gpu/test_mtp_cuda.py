@@ -30,6 +30,7 @@ from tests.contracts.engines.trainer import OneEngine, Trainer, synced
 from tests.gpu.test_engine_contract_cuda import MEAN_NATS, gap_nats
 from tests.gpu.test_weight_sync_cuda import engine_digests, running
 from tests.mtp_models import followed_by_the_next, make_served
+from tests.multiprocess.program import lines
 from tests.rollout_models import make_requests
 
 pytestmark = [
@@ -183,15 +184,16 @@ def test_a_head_that_is_trained_is_accepted_more_often_and_equals_the_exported_o
     }
     exported = tmp_path / "exported"
     exported.mkdir()
-    fractions = []
     with running(tmp_path / "run", folder, "d1", {"tp": 1}, True, "auto", **more) as loop:
         for step in range(1, STEPS + 1):
             loop.step(step)
-            fractions.append(loop.rollout.metrics()["rollout/draft_accepted_fraction"])
         loop.weight_sync.restore()
         held = engine_digests(loop)
         write_checkpoint(exported, loop.policy.export(torch.float32))
         copy_sidecars(folder, exported, dtype=torch.float32)
+    logged = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
+    fractions = [line["rollout/draft_accepted_fraction"] for line in logged]
+    assert len(fractions) == STEPS
     assert fractions[0] < 0.06 and max(fractions[-2:]) > max(2 * fractions[0], 0.1), fractions
     with running(tmp_path / "fresh", exported, "d1", {"tp": 1}, True, "auto", **more) as loop:
         fresh = engine_digests(loop)

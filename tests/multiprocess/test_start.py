@@ -4,21 +4,24 @@ imports no code of models."""
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.config import ADDRESS, ClusterConfig
 from rlframe.cluster.environment import FOR_WORKERS
 from rlframe.cluster.placement import reserve
 from rlframe.cluster.roles import Topology, policy
 from rlframe.cluster.runtime import running
-from rlframe.cluster.template import imported
+from rlframe.cluster.template import ahead, imported
 from rlframe.cluster.worker import Worker
 from rlframe.cluster.worker_group import WorkerGroup
+from rlframe.run import forks
 from tests.until import until
 
 MODULE = "xml.sax"
@@ -67,6 +70,54 @@ def test_workers_are_forked_unless_they_need_an_environment_of_their_own_or_the_
         until(lambda: template.status() == psutil.STATUS_ZOMBIE)
         forked.replace(1)
         assert forked.wait([forked.ask(1, Subject.began)], doing="asking", ranks=[1]) == [fresh]
+
+
+def templates() -> list[int]:
+    """Processes of templates of this program."""
+    return [each.pid for each in psutil.Process().children() if "rlframe.cluster.template" in each.cmdline()]
+
+
+def test_a_template_that_began_ahead_is_the_one_unless_modules_come_from_elsewhere_by_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ahead([MODULE]):
+        (first,) = templates()
+        with imported([MODULE]):
+            assert templates() == [first]
+        assert not templates()
+    with ahead([MODULE]):
+        (second,) = templates()
+        monkeypatch.syspath_prepend("elsewhere")
+        with imported([MODULE]):
+            (third,) = templates()
+            assert third != second
+        assert not templates()
+    with pytest.raises(ZeroDivisionError), ahead([MODULE]):
+        raise ZeroDivisionError
+    assert not templates(), "a refused run leaves none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "begins"),
+    [
+        ({}, True),
+        ({"rollout": {"name": "vllm"}}, False),
+        ({"cluster": {"device": "cuda"}}, False),
+        ({"cluster": {"address": "auto"}}, False),
+        ({"cluster": {"address": "local"}}, True),
+        ({"rollout": {"name": "${nowhere}"}}, False),
+    ],
+    ids=str,
+)
+def test_a_template_begins_ahead_of_checks_where_a_run_will_have_one(
+    changes: dict[str, dict[str, str]], begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ADDRESS, raising=False)
+    begun: list[tuple[str, ...]] = []
+    monkeypatch.setattr(forks.template, "ahead", lambda modules: begun.append(modules) or nullcontext())
+    usual = {"rollout": {"name": "transformers"}, "cluster": {"device": "cpu"}}
+    with forks.begun(OmegaConf.create({name: usual[name] | changes.get(name, {}) for name in usual})):
+        assert begun == [forks.IMPORTED] * begins
 
 
 def test_the_tokenizer_of_an_embedded_model_does_not_need_the_code_of_models() -> None:

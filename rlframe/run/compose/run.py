@@ -31,21 +31,13 @@ from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.profiling import profiler
 from rlframe.run.compose.replay import replay
 from rlframe.run.config import Mode, RunConfig
+from rlframe.run.forks import IMPORTED
 from rlframe.run.preflight.explain import explaining
 from rlframe.utils.errors import ConfigError, NodeDied
 from rlframe.utils.process import garbage
 from rlframe.utils.registry import find
 
 logger = logging.getLogger(__name__)
-IMPORTED = (
-    "torch._dynamo",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "rlframe.rollout.transformers.engine",
-    "rlframe.weight_sync.endpoints",
-)
-"""Modules that engines import and ranks bear. Not Megatron, before which a rank prepares torch, nor Ray, which reads
-the environment when it is imported, nor Arrow, which starts a thread."""
 
 
 def run(

@@ -56,14 +56,15 @@ class _Template:
     """The process of a template, which begins to import."""
 
     def __init__(self, modules: Sequence[str]):
-        """
+        """Starts it.
+
         Raises:
             OSError: the path of the system's folder for temporary files is too long for a socket.
         """
         self.modules, self.path = tuple(modules), _path()
         self._folder = tempfile.TemporaryDirectory()
         address = f"{self._folder.name}/template"
-        # Of a socket that only the template holds, a launcher learns that it is gone.
+        # A launcher learns that the template is gone, because nobody else keeps the socket.
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen()
@@ -91,7 +92,7 @@ class _Present:
     """The templates of this process."""
 
     launcher: str | None = None
-    """Of the template that is asked for workers."""
+    """Path of the launcher of the template that is asked for workers."""
     ahead: _Template | None = None
     """A template that nobody has asked for yet."""
 

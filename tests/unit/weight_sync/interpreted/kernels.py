@@ -79,7 +79,7 @@ def sharded(parameters: dict[str, Tensor]) -> MemoryLayout:
     return record(load, parameters, shapes)
 
 
-def parameters(dtype: torch.dtype, *, width: int = 1100) -> dict[str, Tensor]:
+def parameters(dtype: torch.dtype, *, width: int = 1028) -> dict[str, Tensor]:
     shapes = {"wide": (20, width), "narrow": (20, 25), "bias": (17,), "embedding": (9, 16)}
     made = {name: random_bits(*shape, dtype=dtype, seed=index) for index, (name, shape) in enumerate(shapes.items())}
     return made | {"output": made["embedding"].clone()}

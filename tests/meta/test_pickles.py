@@ -9,6 +9,7 @@ from tests.meta.checkout import ROOT, python_files
 BETWEEN_PROCESSES = {
     "rlframe/attempts/sessions/worker.py",
     "rlframe/data/parallel.py",
+    "rlframe/megatron/worker/worker.py",
     "rlframe/processes/worker.py",
     "rlframe/rollout/sglang/engine.py",
     "rlframe/rollout/sglang/host.py",
@@ -18,7 +19,7 @@ BETWEEN_PROCESSES = {
     "rlframe/rollout/vllm/worker.py",
     "rlframe/weight_sync/layout/wire.py",
 }
-"""Unpickle what another process of the same run has sent them through a pipe or a socket."""
+"""Unpickle what another process of the same run has sent them through a pipe, a socket or Ray."""
 
 
 @cache

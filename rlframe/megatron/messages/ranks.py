@@ -1,7 +1,8 @@
 """The calls of the driver to the actors of Megatron ranks: a Protocol for each kind. Imports no megatron."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,9 +60,13 @@ class ForwardOnlyRank(ScoringRank, Protocol):
         ...
 
 
-class WriteReport(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteReport:
     """A rank's report of the file of the training state that it has written."""
 
+    written: bytes
+    """Positions of its pieces, pickled for the ranks. The driver passes them on, and would import seconds of torch to
+    read them."""
     write_s: float
     """Seconds until the file was on the disk. Most of what is read back has been by then."""
     verify_s: float
@@ -136,8 +141,8 @@ class TrainerRank(ScoringRank, Protocol):
         state was copied."""
         ...
 
-    def complete(self, written: Sequence[Any]) -> None:
-        """Ends a save, with the WriteReport of every rank."""
+    def complete(self, written: Sequence[WriteReport]) -> None:
+        """Ends a save, with the report of every rank."""
         ...
 
     def verify(self, folder: str) -> None:

@@ -352,7 +352,7 @@ class Trainer:
         return files.write(self.staged, read_back=read_back)
 
     def complete(self, written: list[Written]) -> None:
-        """Ends a save, with the WriteReport of every rank."""
+        """Ends a save, with what every rank has written."""
         assert self.staged is not None
         checkpoint.complete(self.staged, written)
         self.staged = None

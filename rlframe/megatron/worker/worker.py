@@ -1,9 +1,10 @@
 """MegatronWorker: the Ray actor of one training rank. `start` imports Megatron, nothing before it does."""
 
 import pathlib
+import pickle
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 import torch
@@ -19,7 +20,7 @@ from rlframe.megatron.messages.chunks import Pieces
 from rlframe.megatron.messages.host_room import HostRoom
 from rlframe.megatron.messages.microbatch import Share
 from rlframe.megatron.messages.moved import Moved
-from rlframe.megatron.messages.ranks import TrainerRank
+from rlframe.megatron.messages.ranks import TrainerRank, WriteReport
 from rlframe.megatron.messages.setup import RankSetup, TrainerSetup
 from rlframe.megatron.messages.trained import Trained
 from rlframe.megatron.worker import environment
@@ -31,7 +32,6 @@ from rlframe.utils.process.rendezvous import listen
 from rlframe.weight_sync.border import SourceRank
 
 if TYPE_CHECKING:
-    from rlframe.megatron.checkpoint.files import Written
     from rlframe.megatron.worker.trainer import Trainer
 
 T = TypeVar("T")
@@ -142,14 +142,15 @@ class MegatronWorker(MegatronRank, TrainerRank):
         self.trainer.reserve_copy()
 
     @ray.method(concurrency_group=FILES)
-    def write(self, read_back: float) -> "Written":
+    def write(self, read_back: float) -> WriteReport:
         """See Trainer.write."""
-        return self.trainer.write(read_back=read_back)
+        done = self.trainer.write(read_back=read_back)
+        return WriteReport(written=pickle.dumps(done), write_s=done.write_s, verify_s=done.verify_s)
 
     @ray.method(concurrency_group=FILES)
-    def complete(self, written: Sequence[Any]) -> None:
+    def complete(self, written: Sequence[WriteReport]) -> None:
         """See Trainer.complete."""
-        self.trainer.complete(list(written))
+        self.trainer.complete([pickle.loads(each.written) for each in written])
 
     def verify(self, folder: str) -> None:
         """See Trainer.verify."""

@@ -7,13 +7,14 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rlframe.config.load import (
     REFUSALS,
@@ -161,7 +162,7 @@ def launch(composed: DictConfig) -> Job:
     telling.begin()
     telling.tell(awaited)
     try:
-        with forks.begun(composed):
+        with forks.begun(partial(OmegaConf.select, composed, throw_on_resolution_failure=False)):
             from rlframe.run.folder import claim  # noqa: PLC0415 - help must not wait for torch
 
             run = prepare(composed)

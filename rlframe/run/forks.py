@@ -2,10 +2,10 @@
 imports them may begin before the program does."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-
-from omegaconf import DictConfig, OmegaConf
+from typing import Any
 
 from rlframe.cluster import template
 from rlframe.cluster.config import ADDRESS, LOCAL, Device
@@ -23,13 +23,14 @@ GPUS = "nvidia[0-9]*"
 """Files in /dev of a machine with GPUs."""
 
 
-def begun(composed: DictConfig) -> AbstractContextManager[None]:
-    """Returns a block in which the template imports already, if a run of these values will most likely have one: they
-    are not checked yet. On two cores it then imports beside the program, which has checks to do first."""
-    address, device, engine, variables = (
-        OmegaConf.select(composed, key, throw_on_resolution_failure=False)
-        for key in ("cluster.address", "cluster.device", "rollout.name", "cluster.runtime_env")
-    )
-    alone = (address or os.environ.get(ADDRESS) or LOCAL) == LOCAL and not variables
-    on_cpu = device == Device.CPU or (device in (None, Device.AUTO) and not any(Path("/dev").glob(GPUS)))
-    return template.ahead(IMPORTED) if alone and on_cpu and engine == "transformers" else nullcontext()
+def begun(value: Callable[[str], Any]) -> AbstractContextManager[None]:
+    """Returns a block in which the template imports already, if a run will most likely have one. On two cores it then
+    imports beside the program, which has checks to do first.
+
+    Args:
+        value: gives the value of a setting, which is not checked yet, by its dotted key; None where there is none.
+    """
+    alone = (value("cluster.address") or os.environ.get(ADDRESS) or LOCAL) == LOCAL and not value("cluster.runtime_env")
+    device = value("cluster.device") or Device.AUTO
+    on_cpu = device == Device.CPU or (device == Device.AUTO and not any(Path("/dev").glob(GPUS)))
+    return template.ahead(IMPORTED) if alone and on_cpu and value("rollout.name") == "transformers" else nullcontext()

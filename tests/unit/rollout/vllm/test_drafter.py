@@ -88,7 +88,7 @@ def load(folder: Path, config: Any, *, share: bool) -> Rank:
         SpecDecodeBaseProposer._maybe_share_embeddings(proposer, policy)  # pyright: ignore[reportArgumentType]
         SpecDecodeBaseProposer._maybe_share_lm_head(proposer, policy)  # pyright: ignore[reportArgumentType]
     drafter = Drafter.of(model, policy)
-    notes = drafter.joined(LoadNotes(tensors, frozenset(places(policy)), layout, "", 0.0))
+    notes = drafter.joined(LoadNotes(tensors, frozenset(places(dict(policy.named_parameters()))), layout, "", 0.0))
     parameters = parameters_with(drafter, dict(policy.named_parameters()))
     end = WeightDestination(
         notes.layout, parameters, tensors=notes.tensors, dtype=torch.float32, device=torch.device("cpu")

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlframe.cluster.environment import FOR_WORKERS
@@ -52,40 +53,15 @@ if not asked:
 """
 
 
-class _Template:
-    """The process of a template, which begins to import."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """A template that has begun to import, and that nobody has asked for yet."""
 
-    def __init__(self, modules: Sequence[str]):
-        """Starts it.
-
-        Raises:
-            OSError: the path of the system's folder for temporary files is too long for a socket.
-        """
-        self.modules, self.path = tuple(modules), _path()
-        self._folder = tempfile.TemporaryDirectory()
-        address = f"{self._folder.name}/template"
-        # A launcher learns that the template is gone, because nobody else keeps the socket.
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address)
-            listener.listen()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlframe.cluster.template", str(listener.fileno()), *modules],
-                env=os.environ | FOR_WORKERS | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                pass_fds=[listener.fileno()],
-                stdin=subprocess.PIPE,
-                # Neither Ctrl-C nor a signal to the run's process group reaches it, as Ray's own processes.
-                start_new_session=True,
-            )
-        launcher = written(self._folder.name, address)
-        # Programs in that folder may be forbidden.
-        self.launcher = launcher if os.access(launcher, os.X_OK) else None
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait(END_S)
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._folder.cleanup()
+    modules: tuple[str, ...]
+    path: list[str]
+    launcher: str | None
+    stack: ExitStack
+    """Ends the template when it is closed."""
 
 
 class _Present:
@@ -93,59 +69,79 @@ class _Present:
 
     launcher: str | None = None
     """Path of the launcher of the template that is asked for workers."""
-    ahead: _Template | None = None
-    """A template that nobody has asked for yet."""
+    ahead: _Begun | None = None
+    """The template that a later `imported` may take over."""
 
 
 @contextmanager
 def ahead(modules: Sequence[str]) -> Iterator[None]:
-    """Begins a template now, inside the `with` block, of which a later `imported` of the same modules makes its own."""
-    _Present.ahead = _begun(modules)
-    try:
-        yield
-    finally:
-        _end_of_ahead()
+    """Begins a template now, inside the `with` block, which a later `imported` of the same modules takes over."""
+    path = _path()
+    with ExitStack() as stack:
+        launcher = stack.enter_context(_running(modules))
+        _Present.ahead = _Begun(modules=tuple(modules), path=path, launcher=launcher, stack=stack)
+        try:
+            yield
+        finally:
+            _Present.ahead = None
 
 
 @contextmanager
 def imported(modules: Sequence[str]) -> Iterator[None]:
-    """Has a template inside the `with` block that imports `modules`, from now on or as begun `ahead`. None of them may
-    start a thread."""
-    template = _Present.ahead
-    if template is not None and (template.modules, template.path) == (tuple(modules), _path()):
-        _Present.ahead = None
-    else:
-        # What was begun would import from other folders.
-        _end_of_ahead()
-        template = _begun(modules)
-    if template is None:
-        yield
-        return
-    _Present.launcher = template.launcher
-    try:
-        yield
-    finally:
-        _Present.launcher = None
-        template.close()
+    """Has a template inside the `with` block that imports `modules`, from now on or since it was begun `ahead`. None of
+    them may start a thread."""
+    begun, _Present.ahead = _Present.ahead, None
+    with ExitStack() as stack:
+        if begun is not None and (begun.modules, begun.path) == (tuple(modules), _path()):
+            stack.push(begun.stack.pop_all())
+            _Present.launcher = begun.launcher
+        else:
+            if begun is not None:
+                # It imports from other folders than the program does by now.
+                begun.stack.close()
+            _Present.launcher = stack.enter_context(_running(modules))
+        try:
+            yield
+        finally:
+            _Present.launcher = None
 
 
-def _begun(modules: Sequence[str]) -> _Template | None:
-    """Returns a new template. None if there can be none."""
-    try:
-        return _Template(modules)
-    except OSError:
-        return None
+@contextmanager
+def _running(modules: Sequence[str]) -> Iterator[str | None]:
+    """Runs a template inside the `with` block. Yields the path of its launcher, or None if it cannot be asked."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        address = f"{folder}/template"
+        try:
+            listener.bind(address)
+        except OSError:
+            # The path of the system's folder for temporary files is too long for a socket.
+            yield None
+            return
+        listener.listen()
+        launcher = written(folder, address)
+        template = subprocess.Popen(
+            [sys.executable, "-m", "rlframe.cluster.template", str(listener.fileno()), *modules],
+            env=os.environ | FOR_WORKERS | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            # Neither Ctrl-C nor a signal to the run's process group reaches it, as Ray's own processes.
+            start_new_session=True,
+        )
+        # A launcher learns that the template is gone, because nobody else keeps the socket.
+        listener.close()
+        try:
+            # Programs in that folder may be forbidden.
+            yield launcher if os.access(launcher, os.X_OK) else None
+        finally:
+            template.kill()
+            template.wait(END_S)
+            assert template.stdin
+            template.stdin.close()
 
 
 def _path() -> list[str]:
     """Returns the folders that modules are imported from, without Ray's own, which Ray adds wherever it is imported."""
     return [folder for folder in sys.path if Path(folder).name != RAYS]
-
-
-def _end_of_ahead() -> None:
-    if _Present.ahead is not None:
-        _Present.ahead.close()
-    _Present.ahead = None
 
 
 def written(folder: str, address: str) -> str:

@@ -101,11 +101,11 @@ class Reward(ABC):
         """Returns a finite number; more is better. None means that the reward does not apply to the attempt and is left
         out of the sum. A list has a number, or None, for each turn of the policy; each counts at the end of its turn.
         An exception makes this attempt a failed sample, without further effect."""
-        raise NotImplementedError(f"{type(self).__name__} has no score(), which reward.parts with per=attempt call")
+        raise _lacks(self, METHODS[Per.ATTEMPT])
 
     def score_group(self, attempts: Sequence[Attempt]) -> Sequence[Scores]:
         """Returns what `score` would for each of the attempts at one prompt, all of which are over."""
-        raise NotImplementedError(f"{type(self).__name__} has no score_group(), which reward.parts with per=group call")
+        raise _lacks(self, METHODS[Per.GROUP])
 
     @property
     def extracts(self) -> bool:
@@ -115,7 +115,13 @@ class Reward(ABC):
     def extract(self, attempt: Attempt) -> str | None:
         """Returns the answer that the response gives, equal for answers that mean the same, or None if it gives none:
         the vote of an attempt in maj@k."""
-        raise NotImplementedError(f"{type(self).__name__} has no extract()")
+        raise _lacks(self, "extract")
+
+
+def _lacks(reward: Reward, method: str) -> RewardError:
+    """Returns the error for a call that `Reward.scores` or `Reward.extracts` would have forbidden. Workers look there
+    before the first attempt; this is for those who call a reward themselves."""
+    return RewardError(f"{type(reward).__name__} must define {method}(), which its caller needs")
 
 
 class Unanswered(Exception):

@@ -44,17 +44,17 @@ def explain(
     ranks = connection.ranks_of([engine])
     actual = destinations.call(DestinationRank.box_digests, tensor, regions, engines=[engine])
     holders = [rank for rank, layout in enumerate(connection.sources) if tensor in layout.boxes]
-    from_ranks = f" (source ranks {', '.join(map(str, holders))})"
+    end = f" (source ranks {', '.join(map(str, holders))})"
     if known is None:
-        from_ranks += _rounded(connection, tensor, holders)
+        end += _rounded(connection, tensor, holders)
     for region in regions:
         for rank, values in zip(ranks, actual, strict=True):
             if region in values and values[region] != expected.get(region):
                 return (
                     f"{text}; first at rows {region.row}..{region.row + region.rows - 1}, columns "
-                    f"{region.col}..{region.col + region.cols - 1} on destination rank {rank}{from_ranks}"
+                    f"{region.col}..{region.col + region.cols - 1} on destination rank {rank}{end}"
                 )
-    return text + from_ranks
+    return text + end
 
 
 def _rounded(connection: Connection, tensor: str, holders: Sequence[int]) -> str:
@@ -65,8 +65,8 @@ def _rounded(connection: Connection, tensor: str, holders: Sequence[int]) -> str
         return ""
     ours, theirs = (str(each).removeprefix("torch.") for each in (mine, held))
     return (
-        f". The trainer holds it as {ours} and the engine as {theirs}, so values of more digits, of model.random_init "
-        f"or of a checkpoint, are rounded by the trainer alone: store the checkpoint in {ours}, or set "
+        f". The trainer holds it as {ours} and the engine as {theirs}, so the trainer alone rounds values of more "
+        f"digits, of the checkpoint or of model.random_init: store the checkpoint in {ours}, or set "
         f"train.dtype={theirs}"
     )
 

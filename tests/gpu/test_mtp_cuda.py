@@ -53,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make_served(NAME, tmp_path_factory.mktemp("model"), moe_intermediate_size=64)
     weights = load_file(made / "model.safetensors")
     save_file(
+        # Copies: the loaded ones are views of the file that is written.
         {name: value.clone() if name.endswith(EXACT) else value.bfloat16() for name, value in weights.items()},
         made / "model.safetensors",
         metadata={"format": "pt"},

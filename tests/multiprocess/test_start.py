@@ -4,10 +4,10 @@ imports no code of models."""
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -83,16 +83,19 @@ def test_a_template_that_began_ahead_is_the_one_unless_modules_come_from_elsewhe
 ) -> None:
     with ahead([MODULE]):
         (first,) = templates()
+        # As Ray does where it is imported.
+        monkeypatch.syspath_prepend("ray/thirdparty_files")
         with imported([MODULE]):
             assert templates() == [first]
         assert not templates()
-    with ahead([MODULE]):
-        (second,) = templates()
-        monkeypatch.syspath_prepend("elsewhere")
-        with imported([MODULE]):
-            (third,) = templates()
-            assert third != second
-        assert not templates()
+    for modules, folder in (([MODULE, "xml"], "ray/thirdparty_files"), ([MODULE], "elsewhere")):
+        with ahead([MODULE]):
+            (first,) = templates()
+            monkeypatch.syspath_prepend(folder)
+            with imported(modules):
+                (second,) = templates()
+                assert second != first
+            assert not templates()
     with pytest.raises(ZeroDivisionError), ahead([MODULE]):
         raise ZeroDivisionError
     assert not templates(), "a refused run leaves none"
@@ -106,20 +109,20 @@ def test_a_template_that_began_ahead_is_the_one_unless_modules_come_from_elsewhe
         ({"cluster": {"device": "cuda"}}, False),
         ({"cluster": {"address": "auto"}}, False),
         ({"cluster": {"address": "local"}}, True),
+        ({"cluster": {"runtime_env": {"env_vars": {"A": "1"}}}}, False),
         ({"rollout": {"name": "${nowhere}"}}, False),
     ],
     ids=str,
 )
 def test_a_template_begins_ahead_of_checks_where_a_run_will_have_one(
-    changes: dict[str, dict[str, str]], begins: bool, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, dict[str, Any]], begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ADDRESS, raising=False)
-    begun: list[tuple[str, ...]] = []
-    monkeypatch.setattr(forks.template, "ahead", lambda modules: begun.append(modules) or nullcontext())
     usual = {"rollout": {"name": "transformers"}, "cluster": {"device": "cpu"}}
     values = OmegaConf.create({name: usual[name] | changes.get(name, {}) for name in usual})
     with forks.begun(partial(OmegaConf.select, values, throw_on_resolution_failure=False)):
-        assert begun == [forks.IMPORTED] * begins
+        assert len(templates()) == begins
+    assert not templates()
 
 
 def test_the_tokenizer_of_an_embedded_model_does_not_need_the_code_of_models() -> None:

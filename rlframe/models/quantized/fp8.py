@@ -77,12 +77,10 @@ class Fp8(Quantization):
 def block_scales(amax: Tensor, *, powers_of_2: bool) -> Tensor:
     """Returns the scales of blocks from their largest absolute values, in float32. A block of zeros has 1."""
     bounded = amax.clamp(min=SMALLEST_AMAX)
-    # A tensor, not a number: torch multiplies by the reciprocal of a number on a GPU, and of a tensor under a number
-    # everywhere, which rounds twice.
-    largest = torch.full_like(bounded, LARGEST)
     if powers_of_2:
-        exponents = torch.frexp(largest / bounded).exponent
+        exponents = torch.frexp(LARGEST / bounded).exponent
         scale = torch.ldexp(torch.ones_like(amax), 1 - exponents)
     else:
-        scale = bounded / largest
+        # By a tensor: torch computes x / 448 on a GPU as x * (1 / 448), which rounds twice.
+        scale = bounded / torch.full_like(bounded, LARGEST)
     return torch.where(amax == 0, 1.0, scale)

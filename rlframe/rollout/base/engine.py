@@ -20,6 +20,18 @@ from rlframe.weight_sync.border import DestinationRank
 T = TypeVar("T")
 
 
+class ProfilesItself(ABC):
+    """Base, beside RolloutEngine, of engines that compute in other processes and have a profiler of their own there."""
+
+    @abstractmethod
+    def begin_profile(self, request: Request) -> None:
+        """Begins to record the engine's processes. Its config is one that `RolloutConfig.profiled` returned."""
+
+    @abstractmethod
+    def end_profile(self, request: Request) -> list[Path]:
+        """Ends the record, and returns the files of it that are written."""
+
+
 class RolloutEngine(ABC):
     """Base of all engines. An engine's file ends `COMPONENT, CONFIG = TheEngine, TheConfig`.
 
@@ -41,8 +53,6 @@ class RolloutEngine(ABC):
     meanwhile."""
     freed_bytes: int | None = None
     """Bytes of device memory that the last `sleep` freed, over all ranks of the engine. None if not measured."""
-    profiles_itself: ClassVar[bool] = False
-    """Whether the engine has a profiler of its own, because it computes in other processes: `begin_profile`."""
 
     @classmethod  # noqa: B027 - most engines need nothing
     def prepare(cls, config: Any, *, folder: Path, device: str) -> None:  # noqa: ARG003 - for subclasses
@@ -180,15 +190,6 @@ class RolloutEngine(ABC):
     @abstractmethod
     def is_alive(self) -> bool:
         """Returns False if a process of the engine has ended, so that the engine must be rebuilt."""
-
-    def begin_profile(self, request: Request) -> None:
-        """Begins to record the engine's processes. Its config is one that `RolloutConfig.profiled` returned. Called
-        only if `profiles_itself`."""
-        raise NotImplementedError(f"{type(self).__name__} sets profiles_itself, but has no begin_profile()")
-
-    def end_profile(self, request: Request) -> list[Path]:
-        """Ends the record, and returns the files of it that are written."""
-        raise NotImplementedError(f"{type(self).__name__} sets profiles_itself, but has no end_profile()")
 
     @abstractmethod
     def close(self) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.cluster.profiling.request import Request
-from rlframe.rollout.base.engine import RolloutEngine
+from rlframe.rollout.base.engine import ProfilesItself
 
 
 class EngineRecorder:
     """Lets an engine record its processes. See `Recorder`."""
 
-    def __init__(self, engine: RolloutEngine, request: Request):
+    def __init__(self, engine: ProfilesItself, request: Request):
         self._engine, self._request = engine, request
 
     def begin(self) -> None:

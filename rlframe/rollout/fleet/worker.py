@@ -203,9 +203,12 @@ class RolloutWorker(Worker, EngineWorker):
 
     def _recorder(self, request: "Request") -> "Recorder":
         """Returns the engine's own profiler, or one of this process if that is all there is of the engine."""
-        from rlframe.rollout.fleet.profiling import EngineRecorder  # not at the head: see there
+        from rlframe.rollout.base.engine import ProfilesItself  # not at the head: see there
+        from rlframe.rollout.fleet.profiling import EngineRecorder
 
-        return EngineRecorder(self.engine, request) if self.engine.profiles_itself else super()._recorder(request)
+        if isinstance(self.engine, ProfilesItself):
+            return EngineRecorder(self.engine, request)
+        return super()._recorder(request)
 
     @ray.method(concurrency_group=GENERATE)
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:

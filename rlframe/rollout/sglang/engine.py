@@ -20,6 +20,7 @@ from rlframe.cluster.profiling.request import Request
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.remote_code import is_trusted
 from rlframe.rollout.base.adapter import EngineAdapter
+from rlframe.rollout.base.engine import ProfilesItself
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.engine import CACHE, WEIGHTS, ServedEngine, taken
 from rlframe.rollout.served.pending import PendingRequest
@@ -43,10 +44,8 @@ ABORT_S = 0.02
 """Seconds after which an abort is repeated, for requests that had not reached the scheduler the first time."""
 
 
-class SglangEngine(ServedEngine):
+class SglangEngine(ServedEngine, ProfilesItself):
     """One SGLang engine of `tp` devices."""
-
-    profiles_itself = True
 
     def __init__(
         self,

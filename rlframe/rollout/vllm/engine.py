@@ -24,6 +24,7 @@ import torch
 from rlframe.cluster.profiling.request import Request
 from rlframe.models.hub import load_family, read_config
 from rlframe.rollout.base.adapter import EngineAdapter
+from rlframe.rollout.base.engine import ProfilesItself
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.served.engine import WEIGHTS, ServedEngine, taken
@@ -61,10 +62,9 @@ DEATH_GRACE_S = 5.0
 """Seconds that vLLM may take to fail the requests of a dead engine, before rlframe fails them."""
 
 
-class VllmEngine(ServedEngine):
+class VllmEngine(ServedEngine, ProfilesItself):
     """One vLLM engine of `tp` devices."""
 
-    profiles_itself = True
     _early: ClassVar[EarlyProcess | None] = None
     """The process of the core of the engine that is made next."""
 

@@ -7,7 +7,6 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
-from rlframe.cluster import template
 from rlframe.cluster.joined import job
 from rlframe.cluster.reaper import reaping
 from rlframe.cluster.watch.watchdog import watching, work
@@ -21,7 +20,6 @@ from rlframe.loops.reporting.summary import closing_paragraph
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption
 from rlframe.loops.stop import Stop
-from rlframe.megatron.cpu import platform
 from rlframe.run.compose.modes.evaluate import evaluate
 from rlframe.run.compose.modes.generate import generate
 from rlframe.run.compose.modes.self_test import self_test, without_learning
@@ -31,7 +29,7 @@ from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.compose.profiling import profiler
 from rlframe.run.compose.replay import replay
 from rlframe.run.config import Mode, RunConfig
-from rlframe.run.forks import IMPORTED
+from rlframe.run.forks import forks
 from rlframe.run.preflight.explain import explaining
 from rlframe.utils.errors import ConfigError, NodeDied
 from rlframe.utils.process import garbage
@@ -142,14 +140,6 @@ def run_on(
         )
         callbacks.on_end()
         return loop.results
-
-
-def forks(config: RunConfig, stack: ExitStack) -> None:
-    """Has workers forked, until `stack` is closed, where they all need what an engine of transformers imports: a Ray of
-    our own on a machine without GPUs."""
-    alone = not config.cluster.joins and not config.cluster.runtime_env.for_ray()
-    if alone and config.rollout.name == "transformers" and platform.resolve(config.cluster.device).type == "cpu":
-        stack.enter_context(template.imported(IMPORTED))
 
 
 def without_training(parts: Parts, algorithm: Algorithm, stop: Stop) -> dict[str, float]:

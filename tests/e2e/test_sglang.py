@@ -29,7 +29,7 @@ SETTINGS = LEARNING | {
 def test_the_main_job_learns_with_sglang_and_outlives_its_scheduler(tmp_path: Path) -> None:
     paths = os.environ.get("PYTHONPATH", "")
     environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{paths}"}
-    with Program(tmp_path / "run", SETTINGS, environment=environment, fresh=True) as program:
+    with Program(tmp_path / "run", SETTINGS, environment=environment, fresh=True, held=["step 1"]) as program:
         program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S, every_s=0.1)
         schedulers = [process for process in program.children if is_scheduler(process)]
         assert schedulers, [title(process) for process in program.children]
@@ -37,6 +37,7 @@ def test_the_main_job_learns_with_sglang_and_outlives_its_scheduler(tmp_path: Pa
         assert any("sglang::scheduler" in title for title, _ in doors)
         assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
         os.kill(schedulers[0].pid, signal.SIGKILL)
+        program.go_on("step 1")
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
         assert "transport shm: every rank is on the CPU of one host" in program.errors()
         assert "restarting engine 0 (restart 1 of rollout.max_restarts=3): " in program.errors()

@@ -31,9 +31,10 @@ SETTINGS = LEARNING | {
 
 
 def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_computes(tmp_path: Path) -> None:
-    with Program(tmp_path / "run", SETTINGS, fresh=True) as program:
+    with Program(tmp_path / "run", SETTINGS, fresh=True, held=["step 1"]) as program:
         program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S, every_s=0.1)
         doors = program.doors()
+        program.go_on("step 1")
         assert any("EngineCore" in title for title, _ in doors)
         assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
@@ -56,11 +57,12 @@ def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_c
 @pytest.mark.thorough
 def test_a_core_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
     settings = SETTINGS | {"steps": 8, "weight_sync.probe_every_steps": 2}
-    with Program(tmp_path / "run", settings, fresh=True) as program:
+    with Program(tmp_path / "run", settings, fresh=True, held=["step 1"]) as program:
         program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S, every_s=0.1)
         cores = [process for process in program.children if "EngineCore" in process.name() + title(process)]
         assert cores, [title(process) for process in program.children]
         os.kill(cores[0].pid, signal.SIGKILL)
+        program.go_on("step 1")
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
         assert "restarting engine 0 (restart 1 of rollout.max_restarts=3): " in program.errors()
     steps = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]

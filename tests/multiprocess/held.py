@@ -1,11 +1,15 @@
-"""Moments at which a forked program waits for its test, so that neither can be too late for the other.
+"""Moments at which a program waits for its test, so that neither can be too late for the other.
 
 A moment is `step 3`, once metrics.jsonl has that step, or `checkpoint 4`, once a rank has written its file of it and
-nobody has sealed them. The program waits as long as the folder named by FOLDER has a file of the moment's name.
+nobody has sealed them. The program waits as long as the folder named by FOLDER has a file of the moment's name. Every
+process of a forked program waits. Of a fresh one, which `python -m tests.multiprocess.held MODULE ARGUMENTS` starts,
+only the driver does, for steps.
 """
 
 import os
 import re
+import runpy
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,3 +44,9 @@ def install() -> None:
 
     Callbacks.on_step = held_step
     whole.writing = held_writing
+
+
+if __name__ == "__main__":
+    install()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -78,7 +78,7 @@ class Program:
         """Start it. `folder` becomes the run's output; the process works in its parent.
 
         Args:
-            held: moments at which it waits for `go_on`; see `tests.multiprocess.held`. Not if it is fresh.
+            held: moments at which it waits for `go_on`; see `tests.multiprocess.held`. Steps only, if it is fresh.
             fresh: whether it and all its processes are started as a user's are, instead of forked (see `forks`).
         """
         self.folder = folder
@@ -94,7 +94,7 @@ class Program:
         }
         self._held = folder.parent / f"{folder.name}.held"
         if held:
-            assert not fresh, "a fresh process knows nothing of its test"
+            assert not fresh or all(moment.startswith("step ") for moment in held), "fresh ranks know nothing of tests"
             # A run in this folder that was killed at a moment would hold this one there.
             shutil.rmtree(self._held, ignore_errors=True)
             self._held.mkdir()
@@ -103,8 +103,9 @@ class Program:
             (self._held / moment).touch()
         self.process: subprocess.Popen[bytes] | Fork
         if fresh or torch.cuda.is_available():
+            by = ["-m", "tests.multiprocess.held"] if held else ["-m"]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, *by, module, *arguments],
                 cwd=folder.parent,
                 env=variables,
                 stdout=subprocess.DEVNULL,

@@ -393,7 +393,7 @@ def test_a_killed_run_with_a_teacher_goes_on_bit_by_bit(tmp_path: pathlib.Path) 
     }  # fmt: skip
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     run(whole, settings, config="gkd_qwen3_moe_tiny")
-    with Program(resumed, settings, config="gkd_qwen3_moe_tiny") as program:
+    with Program(resumed, settings, config="gkd_qwen3_moe_tiny", held=["step 3"]) as program:
         program.wait_for_step(3)
         program.kill()
         assert program.survivors() == []

@@ -74,7 +74,7 @@ def test_attempts_of_several_turns_go_on_at_any_lag_and_after_the_end_of_the_dri
         "weight_sync.hold": "host",
     }
     folder = tmp_path / "run"
-    with Program(folder, settings, config="grpo_calculator") as program:
+    with Program(folder, settings, config="grpo_calculator", held=["step 3"]) as program:
         program.wait_for_step(3)
     assert audit([str(folder)]) == 0
     with Program(folder, settings, config="grpo_calculator") as program:

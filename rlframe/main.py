@@ -4,7 +4,7 @@ so that a start is told from its first moment; `rlframe.launch` does the rest.""
 import sys
 from collections.abc import Sequence
 
-from rlframe.utils.process import telling
+from rlframe.utils.process import age, telling  # noqa: F401 - age notes when the program began
 
 NO_RUN = {"--help", "-h", "--shell_completion", "-sc", "--cfg", "-c", "--info", "-i", "--version"}
 """Options with which nothing is run."""

@@ -27,6 +27,8 @@ class Judge:
         """The error that has ended the thread."""
         self._answers: dict[int, asyncio.Future[None]] = {}
         """By the identity of the unit."""
+        self._wakes = False
+        """Whether the thread is woken in this turn of the loop."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self._thread.start()
@@ -50,8 +52,15 @@ class Judge:
             return
         answer: asyncio.Future[None] = self._loop.create_future()
         self._inbox.append((unit, per, answer))
-        self._rewards.wake()
+        if not self._wakes:
+            self._wakes = True
+            self._loop.call_soon(self._wake)
         await answer
+
+    def _wake(self) -> None:
+        # Once for all rollouts of one turn of the loop: a wake costs a system call and a change of threads.
+        self._wakes = False
+        self._rewards.wake()
 
     def close(self) -> None:
         """Ends the thread and the reward workers."""

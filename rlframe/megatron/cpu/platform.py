@@ -18,6 +18,7 @@ import torch.distributed
 
 from rlframe.cluster.config import Device
 from rlframe.cluster.cuda import check_cuda
+from rlframe.megatron.cpu.products import by_blocks, is_faster
 
 FACTORIES = ("tensor", "zeros")
 FOR_CUDA = ("transformer_engine", "apex")
@@ -62,7 +63,7 @@ def install(device: torch.device) -> None:
     for name in FOR_CUDA:
         # Its import then raises an ImportError, and Megatron uses torch's.
         sys.modules[name] = None
-    for replacements in (in_torch, in_megatron):
+    for replacements in (in_torch, in_megatron, for_speed):
         for owner, name, replacement in replacements():
             setattr(owner, name, replacement)
     install.done = True
@@ -114,6 +115,11 @@ def in_megatron() -> list[tuple[Any, str, Any]]:
     if not hasattr(moe_utils, "te_general_gemm"):
         replacements.append((moe_utils, "te_general_gemm", None))
     return replacements
+
+
+def for_speed() -> list[tuple[Any, str, Any]]:
+    """Returns the replacements without which training is slower here. Megatron's linear layers call both names."""
+    return [(owner, "matmul", by_blocks(owner.matmul)) for owner in (torch, torch.Tensor) if is_faster()]
 
 
 def uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Rollouts: finished sequences, their groups, and the requests and completions they consist of."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain, repeat
@@ -228,16 +228,25 @@ class Rollout(ByValue):
     @classmethod
     def begin(cls, prompt: Prompt, sample_index: int) -> "Rollout":
         """Returns an attempt at `prompt` without any response."""
+        return next(cls.begin_each(prompt, [sample_index]))
+
+    @classmethod
+    def begin_each(cls, prompt: Prompt, sample_indices: Iterable[int]) -> Iterator["Rollout"]:
+        """Yields attempts at `prompt` without any response.
+
+        They share their arrays, which a message to another process then holds once. Nothing writes into them: what is
+        appended makes new ones.
+        """
         length = len(prompt.input)
-        return cls(
-            prompt=prompt,
-            sample_index=sample_index,
-            input=prompt.input,
-            loss_mask=np.zeros(length),
-            rollout_logprobs=np.zeros(length),
-            versions=np.full(length, OFFLINE_VERSION),
-            finish_reason=FinishReason.ABORT,
-        )
+        arrays = {
+            "loss_mask": np.zeros(length, dtype=bool),
+            "rollout_logprobs": np.zeros(length, dtype=np.float32),
+            "versions": np.full(length, OFFLINE_VERSION, dtype=np.int32),
+        }
+        for array in arrays.values():
+            array.flags.writeable = False
+        for index in sample_indices:
+            yield cls(prompt=prompt, sample_index=index, input=prompt.input, finish_reason=FinishReason.ABORT, **arrays)
 
     @property
     def token_ids(self) -> Int[np.ndarray, " L"]:
@@ -348,7 +357,7 @@ class Group(ByValue):
     @classmethod
     def begin(cls, id: str, prompt: Prompt, size: int) -> "Group":
         """Returns `size` attempts at `prompt` without any response."""
-        return cls(id=id, prompt=prompt, rollouts=[Rollout.begin(prompt, index) for index in range(size)])
+        return cls(id=id, prompt=prompt, rollouts=list(Rollout.begin_each(prompt, range(size))))
 
 
 def spans_of(makers: Int[np.ndarray, " L"]) -> list[Span]:

@@ -5,7 +5,17 @@ import pytest
 
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import GenerationRequest, Rollout, SamplingParams, attempts_in, reward_of, rewards_of
+from rlframe.types.rollout import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Group,
+    Rollout,
+    SamplingParams,
+    attempts_in,
+    reward_of,
+    rewards_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +59,16 @@ def test_what_is_begun_are_the_last_tokens_of_the_input() -> None:
     assert (request(4, 3).begun, request(4, 3).prompt_tokens) == ([6, 7, 8], 1)
     assert (request(4, 0).begun, request(4, 0).prompt_tokens) == ([], 4)
     assert request(20, 7).begun == list(range(18, 25))
+
+
+def test_attempts_of_a_group_share_what_they_begin_with_until_one_has_a_response() -> None:
+    first, second = Group.begin("g", Prompt(id="p", text="", input=ModelInput((1, 2, 3))), 2).rollouts
+    assert first.loss_mask is second.loss_mask
+    with pytest.raises(ValueError, match="read-only"):
+        first.versions[0] = 7
+    first.append(Completion(token_ids=[4], logprobs=[-0.5], versions=[7], finish_reason=FinishReason.STOP))
+    assert (first.loss_mask.tolist(), second.loss_mask.tolist()) == ([False, False, False, True], [False] * 3)
+    assert (first.versions.tolist(), second.versions.tolist()) == ([-1, -1, -1, 7], [-1] * 3)
 
 
 def rollouts(rewards: list[float], sequences: list[int]) -> list[Rollout]:

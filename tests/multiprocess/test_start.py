@@ -75,7 +75,14 @@ def test_workers_are_forked_unless_they_need_an_environment_of_their_own_or_the_
 
 def templates() -> list[int]:
     """Processes of templates of this program."""
-    return [each.pid for each in psutil.Process().children() if "rlframe.cluster.template" in each.cmdline()]
+    return [each.pid for each in psutil.Process().children() if "rlframe.cluster.template" in command(each)]
+
+
+def command(process: psutil.Process) -> list[str]:
+    """Of a child. Linux shows none for a moment after `Popen` has returned: files that a program does not take over are
+    closed, which `Popen` waits for, before its arguments are in place."""
+    until(lambda: process.status() == psutil.STATUS_ZOMBIE or process.cmdline())
+    return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
 
 
 def test_a_template_that_began_ahead_is_the_one_unless_modules_come_from_elsewhere_by_now(

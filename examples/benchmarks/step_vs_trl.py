@@ -106,6 +106,7 @@ class RlframeSide:
             "rollout.min_tokens": arguments.response_tokens,
             "train.optimizer.lr": LR,
             "logging.tensorboard": "false",
+            "logging.report": "false",
             "logging.progress": "false",
         }
         given = [f"{key}={value}" for key, value in overrides.items()]

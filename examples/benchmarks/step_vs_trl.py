@@ -176,9 +176,16 @@ def read_arguments() -> argparse.Namespace:
 
 def hardware() -> dict[str, Any]:
     """What the numbers were measured on."""
-    models = {line.split(":")[1].strip() for line in cpu_lines() if line.startswith("model name")}
+    named = [line.split(":") for line in cpu_lines() if ":" in line]
+    models, families, numbers = (
+        sorted({value.strip() for name, value, *_ in named if name.strip() == wanted})
+        for wanted in ("model name", "cpu family", "model")
+    )
     return {
-        "cpu": sorted(models) or [platform.processor()],
+        "cpu": models or [platform.processor()],
+        # The name of a lent processor may say nothing of its generation.
+        "cpu_family": families,
+        "cpu_model": numbers,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_average": os.getloadavg(),

@@ -79,8 +79,8 @@ def templates() -> list[int]:
 
 
 def command(process: psutil.Process) -> list[str]:
-    """Of a child. Linux shows none for a moment after `Popen` has returned: files that a program does not take over are
-    closed, which `Popen` waits for, before its arguments are in place."""
+    """Returns the command of a child. Linux shows none for a moment after `Popen` has returned: files that a program
+    does not take over are closed, which `Popen` waits for, before its arguments are in place."""
     until(lambda: process.status() == psutil.STATUS_ZOMBIE or process.cmdline())
     return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
 

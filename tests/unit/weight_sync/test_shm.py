@@ -45,7 +45,7 @@ def link_of(plan: Plan, handle: SharedMemoryHandle) -> Link:
 
 
 def mapped() -> list[int]:
-    """Inodes of the shared memory that this process has mapped. Another file may have the same number elsewhere."""
+    """Returns the inodes of the weights that this process maps. Files elsewhere may have the same numbers."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [int(line.split()[4]) for line in lines if "rlframe-weights" in line]
 

@@ -67,7 +67,7 @@ def on_gpu(rank: int, init_method: str, folder: str, train: dict[str, Any]) -> d
     all_steps = steps()
     results = trainer.train(all_steps[:2], Weighted(), first_step=0)
     slept: dict[str, Any] = {}
-    if config.offload_optimizer:
+    if config.sleeps:
         from transformer_engine.pytorch.module import base
 
         slept["placeholders"] = [len(base._dummy_wgrads)]
@@ -161,14 +161,17 @@ def test_a_sleep_frees_what_it_says_and_changes_nothing(
     folders: dict[str, pathlib.Path], precision_aware: bool
 ) -> None:
     train = {"deterministic": True, "optimizer": {"lr": 1e-3, "precision_aware": precision_aware}}
-    awake, slept = run(*[(folders["qwen3_moe"], train | {"offload_optimizer": each}) for each in (False, True)])
-    moved = slept["slept"]["moved"]
-    # torch hands memory out in blocks of 512 bytes.
-    assert slept["slept"]["freed"] >= moved.kept_bytes + moved.dropped_bytes > 0
-    # Transformer Engine keeps one for each shape of a weight, which would hold whole blocks of torch's allocator.
-    before, after = slept["slept"]["placeholders"]
-    assert before > 0 and after == 0
-    assert [key for key, value in awake["weights"].items() if not torch.equal(value, slept["weights"][key])] == []
+    sleeps: tuple[dict[str, Any], ...] = ({}, {"offload_optimizer": True}, {"release_memory": True})
+    awake, *others = run(*[(folders["qwen3_moe"], train | each) for each in sleeps])
+    for slept, copies in zip(others, (True, False), strict=True):
+        moved = slept["slept"]["moved"]
+        assert (moved.kept_bytes > 0) == copies
+        # torch hands memory out in blocks of 512 bytes.
+        assert slept["slept"]["freed"] >= moved.kept_bytes + moved.dropped_bytes > 0
+        # Transformer Engine keeps one for each shape of a weight, which would hold whole blocks of torch's allocator.
+        before, after = slept["slept"]["placeholders"]
+        assert before > 0 and after == 0
+        assert [key for key, value in awake["weights"].items() if not torch.equal(value, slept["weights"][key])] == []
 
 
 def by_hand(logits: Tensor, targets: Tensor, temperature: float, vocab_size: int) -> tuple[Tensor, Tensor]:

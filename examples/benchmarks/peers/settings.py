@@ -52,9 +52,10 @@ def rlframe_settings(workload: Workload, folder: Path, output: Path, *, cuda: bo
         "+rollout.max_num_seqs": workload.responses,
         "+rollout.gpu_memory_utilization": engine_share(workload),
         "train.dtype": "bfloat16",
-        # A group of `equal`, whose prompt counts once; the longest sequence of `tail`. What a micro-batch takes stays
-        # with torch while vLLM samples.
-        "+train.max_tokens_per_microbatch": max(4352, workload.sequence_tokens + 240),
+        # Two groups of `equal`, whose prompt counts once; more than the longest sequence of `tail`. vLLM sleeps then,
+        # and has the memory of it while it samples.
+        "+train.max_tokens_per_microbatch": 8704,
+        "train.release_memory": "true",
         "cluster.preflight": "off",
     }
     if not workload.mean_tokens:

@@ -68,6 +68,9 @@ class TrainConfig:
     offload_optimizer: bool = False
     """Whether, while engines use the same devices (cluster.colocate), main weights and moments wait in pinned host
     memory, and gradients are dropped. Parameters stay, for weight sync."""
+    release_memory: bool = False
+    """Whether, while engines use the same devices (cluster.colocate), gradients are dropped and the memory that
+    micro-batches took goes back to the device. Main weights and moments stay there. offload_optimizer does it too."""
     kernels: KernelConfig = field(default_factory=KernelConfig)
     """For CUDA: operations that run as one kernel."""
     fp8: Fp8Config = field(default_factory=Fp8Config)
@@ -92,6 +95,16 @@ class TrainConfig:
     def sequence_tokens(self) -> int:
         """Token budget of one packed forward pass over all context-parallel ranks, and so of the longest sequence."""
         return self.max_tokens_per_microbatch * Parallel.parse(self.parallel).cp
+
+    @property
+    def sleeps(self) -> bool:
+        """Returns whether the policy leaves memory to engines on the same devices while they work."""
+        return self.offload_optimizer or self.release_memory
+
+    @property
+    def sleep_setting(self) -> str:
+        """Returns the name of the setting by which `sleeps` is true."""
+        return "offload_optimizer" if self.offload_optimizer else "release_memory"
 
     def measures_norms(self, step: int) -> bool:
         """Returns whether the norms of a step are measured.

@@ -1,4 +1,4 @@
-"""Device memory of the policy that is moved to host memory while the policy sleeps."""
+"""Device memory of the policy that is dropped, or moved to host memory, while the policy sleeps."""
 
 import sys
 import time
@@ -20,33 +20,52 @@ BLOCK_BYTES = 2 << 20
 
 
 class SleepingMemory:
-    """Moves gradients and optimizer state of one rank off its device and back.
+    """Takes gradients, and where asked for optimizer state, of one rank off its device and back.
 
     Parameters stay: weight sync, which runs while the policy sleeps, maps their addresses into other processes, and
     keeps tables of them. Only the memory under the tensors moves. The tensors stay the same objects, so that their
     other holders (Megatron's buckets, Adam's state) need not be told. On a CPU the same code runs.
     """
 
-    def __init__(self, model: Model, optimizer: MegatronOptimizer, *, moments: torch.dtype):
+    def __init__(self, model: Model, optimizer: MegatronOptimizer, *, moments: torch.dtype | None):
         """Reserves host memory for main weights and moments, pinned and touched, so that no sleep waits for it.
 
         Args:
-            moments: number format of Adam's moments.
+            moments: number format of Adam's moments. None leaves main weights and moments where they are: only
+                gradients sleep, and memory that no tensor uses goes back to the device.
         """
         self.model, self.optimizer = model, optimizer
         self.device = next(iter(model.parameters.values())).device
         self._asleep: list[tuple[UntypedStorage, int]] | None = None
         self._gradients: list[tuple[UntypedStorage, int]] = []
         self._chunks: list[Tensor] = []
-        # Main weights and Muon's momentum exist; Adam creates its two moments at the first step.
-        shards = [
-            parameter for part in parts(optimizer) for parameter in parameters_of(part) if not part.state.get(parameter)
-        ]
-        elements = sum(parameter.numel() for parameter in shards if parameter.device == self.device)
-        self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * moments.itemsize * elements)
+        self.moves_state = moments is not None
+        if moments is not None:
+            self._reserve_for_state(moments)
         # From here on what sleeps fills its blocks, before a forward pass puts anything of its own beside it.
         self.sleep()
         self.wake()
+
+    def _reserve_for_state(self, moments: torch.dtype) -> None:
+        # Main weights and Muon's momentum exist; Adam creates its two moments at the first step.
+        shards = [
+            parameter
+            for part in parts(self.optimizer)
+            for parameter in parameters_of(part)
+            if not part.state.get(parameter)
+        ]
+        elements = sum(parameter.numel() for parameter in shards if parameter.device == self.device)
+        self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * moments.itemsize * elements)
+
+    def before_step(self) -> None:
+        """Keeps moments that stay out of the blocks that micro-batches have left, which a sleep gives back whole. Adam
+        creates them in its first step."""
+        if (
+            not self.moves_state
+            and self.device.type == "cuda"
+            and not all(part.state for part in parts(self.optimizer))
+        ):
+            torch.cuda.empty_cache()
 
     def sleep(self) -> Moved:
         """Gives the memory back. Only the parameters may be used until `wake`."""
@@ -98,7 +117,7 @@ class SleepingMemory:
         )
 
     def _kept(self) -> list[UntypedStorage]:
-        """Returns the optimizer's memory on this device that is not the parameters' own, each once.
+        """Returns the optimizer's memory on this device that sleeps and is not the parameters' own, each once.
 
         In float32 the main weights *are* the parameters; with a precision-aware optimizer the optimizer's parameters
         are views of them; with one on the CPU its state is in host memory already.
@@ -107,7 +126,7 @@ class SleepingMemory:
             parameter.untyped_storage().data_ptr() for chunk in self.model.chunks for parameter in chunk.parameters()
         }
         found: dict[int, UntypedStorage] = {}
-        for part in parts(self.optimizer):
+        for part in parts(self.optimizer) if self.moves_state else ():
             tensors = [*parameters_of(part), *(value for state in part.state.values() for value in state.values())]
             for tensor in tensors:
                 # Adam's step counts are numbers of a few bytes, usually on the host.

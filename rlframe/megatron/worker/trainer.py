@@ -89,8 +89,8 @@ class Trainer:
         self.expert_load = ExpertLoad(self.model)
         self.norms = Norms(self.model, self.optimizer)
         overlap.prepare(self.model, setup.train)
-        moments = MOMENT_DTYPES[setup.train.optimizer.moment_dtype]
-        sleeps = setup.train.offload_optimizer
+        moments = MOMENT_DTYPES[setup.train.optimizer.moment_dtype] if setup.train.offload_optimizer else None
+        sleeps = setup.train.sleeps
         self.sleeping = SleepingMemory(self.model, self.optimizer, moments=moments) if sleeps else None
         self.staged: Staged | None = None
         self.host_copy = HostMemory(setup.device)
@@ -289,6 +289,8 @@ class Trainer:
                 )
             mark(f"optimizer step {index + 1} of {len(steps)}")
             norms = self.norms.gradient() if measured else {}
+            if self.sleeping:
+                self.sleeping.before_step()
             updated = optimizer.step(
                 self.optimizer,
                 train.optimizer,

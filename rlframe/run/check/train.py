@@ -240,6 +240,6 @@ def adapter_faults(train: TrainConfig) -> Iterator[Fault]:
 
 def sleep_faults(train: TrainConfig, *, online: bool, shared: bool) -> Iterator[Fault]:
     """Rejects sleep settings of a policy that has devices of its own."""
-    if train.offload_optimizer and not (online and shared):
+    if train.sleeps and not (online and shared):
         why = "cluster.colocate=false" if online else "an algorithm that samples nothing"
-        yield Fault("train.offload_optimizer", f"has no effect with {why}", got="true", hint="remove it")
+        yield Fault(f"train.{train.sleep_setting}", f"has no effect with {why}", got="true", hint="remove it")

@@ -45,8 +45,8 @@ class Trained:
 
     def sleepers(self, parts: Parts) -> list[Sleeper]:
         """Returns the models that leave their device's memory between their phases, as their settings say."""
-        found: list[Sleeper] = [self.policy] if parts.config.train.offload_optimizer else []
-        if self.critic and parts.config.critic_train.offload_optimizer:
+        found: list[Sleeper] = [self.policy] if parts.config.train.sleeps else []
+        if self.critic and parts.config.critic_train.sleeps:
             found.append(self.critic)
         return found
 

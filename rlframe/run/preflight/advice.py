@@ -114,6 +114,12 @@ def faults_of(plan: Plan) -> list[Fault]:
 Proposal = Callable[[RunConfig, Plan], Iterator[tuple[Change, RunConfig]]]
 
 
+def release(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+    """Yields that gradients and the memory of past micro-batches make room for engines."""
+    if plan.cuda and plan.engine and run.cluster.colocate and not run.train.sleeps:
+        yield _train(run, "release_memory", False, replace(run.train, release_memory=True))
+
+
 def sleep(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
     """Yields that main weights and moments wait in host memory while engines sample."""
     if plan.cuda and plan.engine and run.cluster.colocate and not run.train.offload_optimizer:
@@ -242,6 +248,7 @@ def host(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 
 PROPOSALS: tuple[Proposal, ...] = (
     engine_sleep,
+    release,
     sleep,
     claim,
     recompute,

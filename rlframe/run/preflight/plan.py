@@ -341,9 +341,9 @@ class Plan:
         found = {}
         if self.engine and self.engine.sleeps:
             found[ENGINES] = turns.of_engine(self.engine)
-        if self.run.train.offload_optimizer:
+        if self.run.train.sleeps:
             found[POLICY] = turns.of_trainer(self.trainer)
-        if self.critic_trainer and self.run.critic_train.offload_optimizer:
+        if self.critic_trainer and self.run.critic_train.sleeps:
             found[CRITIC] = turns.of_trainer(self.critic_trainer)
         return found
 

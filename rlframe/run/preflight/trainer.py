@@ -20,6 +20,7 @@ from rlframe.run.preflight.weights import Counter, StageWeights, kind_of
 from rlframe.run.preflight.workload import layout_of
 
 FLOAT32 = 4
+GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,20 +80,24 @@ class TrainerMemory:
         work = {self.phase: tuple(self._training(stage))}
         if self.forward_passes:
             work[Phase.LOGPROBS] = tuple(self._forward(stage))
-        sleeps = self.train.offload_optimizer
+        stays = tuple(part for part in states if self._stays_asleep(part))
         return Process(
             role=self.role,
             resident=(weights, merged, quantized, teacher, *states, *context),
-            asleep=(weights, merged, quantized, teacher, *context) if sleeps else None,
+            asleep=(weights, merged, quantized, teacher, *stays, *context) if self.train.sleeps else None,
             work=work,
         )
+
+    def _stays_asleep(self, part: Part) -> bool:
+        """Returns whether a part of `states` keeps its memory while the role sleeps."""
+        return part.name != GRADIENTS and not self.train.offload_optimizer
 
     def states(self, stage: StageWeights) -> Iterator[Part]:
         """Yields gradients, main weights and moments."""
         train, optimizer, parallel = self.train, self.train.optimizer, self.parallel
         trained = stage.trained_dense + stage.trained_experts
         gradient = FLOAT32 if train.communication.reduce_in_float32 else self.itemsize
-        yield Part("gradients", trained * gradient)
+        yield Part(GRADIENTS, trained * gradient)
         shard = stage.trained_dense / (parallel.dp * parallel.cp) + stage.trained_experts / parallel.edp
         on_device = 1.0 - optimizer.cpu_offload_fraction
         if train.dtype == Dtype.BFLOAT16:

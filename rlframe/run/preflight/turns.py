@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.preflight import constants
 from rlframe.run.preflight.engine import EngineMemory
-from rlframe.run.preflight.trainer import TrainerMemory
+from rlframe.run.preflight.trainer import GRADIENTS, TrainerMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +50,13 @@ def changes(turns: Iterable[Turn], sleepers: Mapping[str, Sleeper]) -> dict[str,
 
 
 def of_trainer(memory: TrainerMemory) -> Sleeper:
-    """Returns the times of a role that trains: main weights and moments over the host's link, each way; and their
-    memory and that of gradients, given back and taken again."""
+    """Returns the times of a role that trains: main weights and moments over the host's link, each way, if they are
+    moved; and their memory and that of gradients, given back and taken again."""
     kept = taken = 0.0
     for stage in memory.stages():
         states = {part.name: part.bytes for part in memory.states(stage)}
-        moved = states.get("main weights", 0.0) + states["moments"]
-        kept, taken = max(kept, moved), max(taken, moved + states["gradients"])
+        moved = states.get("main weights", 0.0) + states["moments"] if memory.train.offload_optimizer else 0.0
+        kept, taken = max(kept, moved), max(taken, moved + states[GRADIENTS])
     copied = kept / constants.HOST_BANDWIDTH
     return Sleeper(
         sleep_s=copied + taken / constants.GIVE_BACK_BANDWIDTH, wake_s=copied + taken / constants.TAKE_BANDWIDTH

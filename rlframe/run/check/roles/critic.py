@@ -78,7 +78,6 @@ def sleep_faults(run: RunConfig) -> Iterator[Fault]:
     engines = run.rollout.num_engines * run.rollout.devices_per_engine
     # Engines start on the policy's devices and continue on the critic's.
     beside_engines = run.cluster.colocate and engines > Parallel.parse(run.train.parallel).world
-    if run.critic.train.offload_optimizer and not (run.critic.colocate or beside_engines):
-        yield Fault(
-            "critic.train.offload_optimizer", "has no effect with critic.colocate=false", got="true", hint="remove it"
-        )
+    if run.critic.train.sleeps and not (run.critic.colocate or beside_engines):
+        setting = run.critic.train.sleep_setting
+        yield Fault(f"critic.train.{setting}", "has no effect with critic.colocate=false", got="true", hint="remove it")

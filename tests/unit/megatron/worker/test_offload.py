@@ -26,7 +26,7 @@ def test_large_tensors_fill_their_blocks_and_small_ones_stay():
 class Policy:
     """One weight with its gradient, and Adam."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, elements: int):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, elements: int, *, moves: bool = True):
         # As the platform of ranks on a CPU has it.
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         generator = torch.Generator().manual_seed(0)
@@ -38,7 +38,7 @@ class Policy:
         )
         model: Any = SimpleNamespace(chunks=[chunk], parameters={"weight": torch.zeros(1)})
         optimizer: Any = SimpleNamespace(optimizer=self.adam)
-        self.sleeping = SleepingMemory(model, optimizer, moments=dtype)
+        self.sleeping = SleepingMemory(model, optimizer, moments=dtype if moves else None)
 
     def step(self) -> None:
         self.main.grad = torch.ones_like(self.main)
@@ -67,3 +67,15 @@ def test_host_memory_is_what_sleeps_take_and_no_more(monkeypatch: pytest.MonkeyP
     begun = policy.sleeping.host_bytes
     policy.step()
     assert begun == 3 * dtype.itemsize * 1000 == policy.sleeping.sleep().kept_bytes == policy.sleeping.host_bytes
+
+
+def test_a_policy_that_releases_memory_gives_gradients_back_and_copies_nothing(monkeypatch: pytest.MonkeyPatch):
+    policy = Policy(monkeypatch, torch.float32, ELEMENTS, moves=False)
+    policy.step()
+    main = policy.main.detach().clone()
+    for _ in range(2):
+        moved = policy.sleeping.sleep()
+        assert moved.dropped_bytes >= 4 * ELEMENTS and moved.kept_bytes == policy.sleeping.host_bytes == 0
+        assert policy.gradients.untyped_storage().nbytes() == 0 and torch.equal(policy.main, main)
+        policy.sleeping.wake()
+        assert policy.gradients.untyped_storage().nbytes() == 14 * MIB

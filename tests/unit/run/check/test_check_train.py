@@ -161,12 +161,13 @@ def test_dropped_tokens_may_be_asked_for() -> None:
     assert faults(EXPERTS, moe={"capacity_factor": 1.0, "allow_token_drop": True}) == []
 
 
-def test_a_policy_sleeps_only_where_somebody_takes_its_place() -> None:
-    config = TrainConfig(offload_optimizer=True)
+@pytest.mark.parametrize("setting", ["offload_optimizer", "release_memory"])
+def test_a_policy_sleeps_only_where_somebody_takes_its_place(setting: str) -> None:
+    config = TrainConfig(**{setting: True})
     assert list(check_train.sleep_faults(config, online=True, shared=True)) == []
     for online, colocate in ((True, False), (False, True)):
         (fault,) = map(str, check_train.sleep_faults(config, online=online, shared=colocate))
-        assert fault.startswith("train.offload_optimizer has no effect with")
+        assert fault.startswith(f"train.{setting} has no effect with")
 
 
 @pytest.mark.parametrize(

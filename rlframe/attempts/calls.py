@@ -8,6 +8,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from rlframe.attempts.engines import Abort, Ask, EngineLost
+from rlframe.types.packed import Packed
 from rlframe.types.rollout import Completion, GenerationRequest
 
 
@@ -49,7 +50,7 @@ class SharedCalls:
                 # A stream costs more than a call.
                 self._pass_on(enumerate(await one_call(self._actor, requests)), waiting)
                 return
-            async for piece in self._actor.generate_each.remote(requests):
+            async for piece in self._actor.generate_each.remote(Packed(requests)):
                 self._pass_on(await answer_of(piece), waiting)
         except EngineLost as error:
             for _, answer in waiting:
@@ -81,7 +82,8 @@ async def one_call(actor: Any, requests: list[GenerationRequest]) -> list[Comple
     Raises:
         EngineLost: the call has failed.
     """
-    return await answer_of(actor.generate.remote(requests))
+    answers: Packed[Completion] = await answer_of(actor.generate.remote(Packed(requests)))
+    return answers.objects()
 
 
 async def answer_of(call: Any) -> Any:

@@ -16,6 +16,7 @@ from rlframe.cluster.placement import DriverNode
 from rlframe.cluster.watch.activities import Activity
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.rollout.fleet.group import RolloutGroup
+from rlframe.types.packed import Packed
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, SamplingParams, members
 from rlframe.utils.errors import EngineDied, RlframeError, WeightSyncFailed, WorkerDied
@@ -182,7 +183,7 @@ class Attempts:
     def start(self, tasks: list[Task]) -> None:
         """Begins the attempts of some groups, which `next` returns, or `finish` if they are aside."""
         self._attach()
-        self._do(RunnerCalls.start, tasks, self._version, doing="start of attempts")
+        self._do(RunnerCalls.start, Packed(tasks), self._version, doing="start of attempts")
         self._open |= {task.group.id: task for task in tasks}
 
     @property
@@ -390,7 +391,7 @@ class Attempts:
                     self.workers.wait([self.workers.ask(0, RunnerCalls.interrupt)], doing="interruption of attempts")
                 if self._open:
                     # Not by `start`, which repeats itself after a further death: the tasks would begin twice.
-                    begun = self.workers.ask(0, RunnerCalls.start, list(self._open.values()), self._version)
+                    begun = self.workers.ask(0, RunnerCalls.start, Packed(list(self._open.values())), self._version)
                     self.workers.wait([begun], doing="start of attempts")
                 return
             except WorkerDied as error:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rlframe.attempts.admission import Admission
@@ -15,10 +15,13 @@ from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.turns import DONE, Progress, Sides, Task, Turns, WaitsFor
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.rollout.fleet.loads import Loads
+from rlframe.types.packed import Packed
 from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout, members
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 
 logger = logging.getLogger(__name__)
+GATHER_S = 0.004
+"""Seconds in which further news may join the first, if attempts are under way: looks cost as much as those."""
 FAILED_AT_LEAST = 64
 """Number of attempts after which a run ends in which every attempt has failed."""
 
@@ -70,6 +73,15 @@ class News:
     """Number of each Trouble and each Event of attempts and their environments."""
     load: Load | None = None
     """The work of engines and rewards so far."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Groups of a whole step may be in it.
+        others = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "ended"}
+        return _news, (Packed(self.ended), others)
+
+
+def _news(ended: Packed[Ended], others: dict[str, Any]) -> News:
+    return News(ended=ended.objects(), **others)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +135,8 @@ class Runner:
         self._version = 0
         self._news = News()
         self._something = asyncio.Event()
+        self._idle = asyncio.Event()
+        """Set while no attempt is under way, from the end of the first one on."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._forgotten: set[asyncio.Task[None]] = set()
         """Tasks that were cancelled and have not ended."""
@@ -165,6 +179,7 @@ class Runner:
         for task, engine, load in zip(tasks, self._loads.deal(loads), loads, strict=True):
             running = task.begun()
             self._running[task.group.id] = running
+            self._idle.clear()
             self._keep(self._attempt_all(running, engine, load=load))
 
     def replace(self, engine: int, ask: Ask, abort: Abort = ignore) -> None:
@@ -232,6 +247,7 @@ class Runner:
         """Returns what has happened since the last call. Waits at most `wait_s` seconds for something to happen."""
         try:
             await asyncio.wait_for(self._something.wait(), wait_s)
+            await asyncio.wait_for(self._idle.wait(), GATHER_S)
         except TimeoutError:
             pass
         self._something.clear()
@@ -310,6 +326,8 @@ class Runner:
         ended = Ended(group=replace(group, rollouts=kept), lost=lost)
         self._news.ended.append(ended)
         self._something.set()
+        if not self._running:
+            self._idle.set()
 
     async def _within_limits(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
         """Runs one attempt to its end."""

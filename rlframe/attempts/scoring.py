@@ -72,8 +72,8 @@ class Judge:
         try:
             while not self._closed:
                 self._submit()
-                for unit in self._rewards.take():
-                    self._loop.call_soon_threadsafe(settle, self._answers.pop(id(unit)), None)
+                if scored := [self._answers.pop(id(unit)) for unit in self._rewards.take()]:
+                    self._loop.call_soon_threadsafe(settle, scored, None)
         except RlframeError as error:
             self._give_up(error)
         finally:
@@ -88,15 +88,16 @@ class Judge:
 
     def _give_up(self, error: RlframeError) -> None:
         self._error = error
-        for answer in [*self._answers.values(), *(answer for _, _, answer in self._inbox)]:
-            self._loop.call_soon_threadsafe(settle, answer, error)
+        waiting = [*self._answers.values(), *(answer for _, _, answer in self._inbox)]
+        self._loop.call_soon_threadsafe(settle, waiting, error)
 
 
-def settle(answer: "asyncio.Future[None]", error: RlframeError | None) -> None:
-    """Ends a wait, unless whoever waited has given up."""
-    if answer.done():
-        return
-    if error:
-        answer.set_exception(error)
-    else:
-        answer.set_result(None)
+def settle(answers: "Sequence[asyncio.Future[None]]", error: RlframeError | None) -> None:
+    """Ends waits, unless whoever waited has given up."""
+    for answer in answers:
+        if answer.done():
+            continue
+        if error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(None)

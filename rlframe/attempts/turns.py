@@ -117,7 +117,7 @@ class Task:
 
     def earlier(self, rollout: Rollout) -> list[Rollout]:
         """Returns the earlier sequences of an attempt."""
-        if all(progress.ended != FORKED for progress in self.progress):
+        if not rollout.sequence:
             return []
         return [
             each

@@ -27,6 +27,7 @@ from rlframe.environments.config import EnvironmentConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
+from rlframe.types.packed import Packed
 from rlframe.types.rollout import Group, Rollout
 from rlframe.utils import outside
 from rlframe.utils.process import garbage
@@ -81,7 +82,7 @@ class RunnerCalls(Protocol):
         """
         ...
 
-    def start(self, tasks: list[Task], version: int) -> None:
+    def start(self, tasks: Packed[Task], version: int) -> None:
         """See Runner.start."""
         ...
 
@@ -215,9 +216,9 @@ class RunnerWorker(Worker, RunnerCalls):
         )
         return {"open": sessions.open}
 
-    def start(self, tasks: list[Task], version: int) -> None:
+    def start(self, tasks: Packed[Task], version: int) -> None:
         """See RunnerCalls."""
-        self._in_loop(_call(self._runner.start, tasks, version=version))
+        self._in_loop(_call(self._runner.start, tasks.objects(), version=version))
 
     def hurry(self) -> None:
         """See RunnerCalls."""

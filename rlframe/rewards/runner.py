@@ -68,6 +68,7 @@ class RewardRunner:
         ]:
             raise ConfigError(faults)
         self._config = config
+        self._weights = {name: part.weight for name, part in config.parts.items()}
         self.failures: dict[str, int] = dict.fromkeys(config.parts, 0)
         """Failed samples by part, since the run or the last `score` began."""
         self._tried = dict.fromkeys(config.parts, 0)
@@ -223,11 +224,10 @@ class RewardRunner:
         parts = {**rollout.reward_parts, **plain, **sums}
         rollout.reward_parts = {name: parts[name] for name in self._config.parts if name in parts}
         rollout.turn_parts = {**rollout.turn_parts, **by_turn}
-        weights = {name: part.weight for name, part in self._config.parts.items()}
-        rollout.reward_weights = weights
+        rollout.reward_weights = self._weights
         # Values of turns are rewards at tokens. A rollout that has only such is scored too.
         at_end = {name: 0.0 if name in rollout.turn_parts else value for name, value in rollout.reward_parts.items()}
-        rollout.reward = weighted_sum(at_end, weights)
+        rollout.reward = weighted_sum(at_end, self._weights)
         rollout.reward_failed |= bool(failed)
         rollout.reward_troubles = {**rollout.reward_troubles, **dict.fromkeys(failed, FAILED), **troubles}
         self._refuse_what_never_scores({name: name in failed or name in troubles for name in outcomes}, failed)
@@ -272,6 +272,7 @@ def _limits(config: RewardConfig) -> Limits:
 
 def attempt_of(rollout: Rollout) -> Attempt:
     """Returns what rewards see of a rollout."""
+    turns = rollout.records or [TurnRecord(finish_reason=str(rollout.finish_reason))] * rollout.num_turns
     return Attempt(
         prompt_text=rollout.prompt.text,
         response_text=rollout.text,
@@ -281,8 +282,8 @@ def attempt_of(rollout: Rollout) -> Attempt:
         fields=rollout.prompt.fields,
         source=rollout.prompt.source,
         messages=rollout.messages or [*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}],
-        num_turns=rollout.num_turns,
+        num_turns=len(turns),
         numbers=rollout.numbers,
-        turns=rollout.records or [TurnRecord(finish_reason=str(rollout.finish_reason))] * rollout.num_turns,
+        turns=turns,
         ending=rollout.ending,
     )

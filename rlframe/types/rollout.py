@@ -261,7 +261,7 @@ class Rollout(ByValue):
     @property
     def num_sampled_tokens(self) -> int:
         """Number of tokens that the policy sampled."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def total_reward(self) -> float:

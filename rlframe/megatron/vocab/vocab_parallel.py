@@ -12,8 +12,9 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 24
-"""Float32 elements of a chunk's working copy (64 MiB) on the CPU, the only float32 copy of logits."""
+CHUNK_ELEMENTS = 1 << 18
+"""Float32 elements of a chunk's working copy (1 MiB) on the CPU, the only float32 copy of logits. So many stay in a
+core's cache while the operations of a chunk follow each other."""
 LOWEST = -1e30
 """Stands for minus infinity where two of them are subtracted: 0 times it is 0, and its exp is 0."""
 
@@ -125,14 +126,19 @@ def statistics(logits: Tensor, targets: Tensor, temperature: float, start: int, 
     found = torch.zeros(4, logits.shape[0], dtype=torch.float32, device=logits.device)
     found[0] = LOWEST
     for rows in chunks(logits.shape[0], logits.shape[1]) if valid else ():
-        scaled = logits[rows, :valid].float() / temperature
+        values = scaled(logits[rows, :valid], temperature)
         local, here = local_targets(targets[rows], start, valid)
-        chosen = scaled.gather(1, local[:, None])[:, 0] * here
-        peak = scaled.amax(1)
-        scaled = scaled - peak[:, None]
-        weight = scaled.exp()
-        found[:, rows] = torch.stack([peak, weight.sum(1), (weight * scaled).sum(1), chosen])
+        chosen = values.gather(1, local[:, None])[:, 0] * here
+        peak = values.amax(1)
+        values = values - peak[:, None]
+        weight = values.exp()
+        found[:, rows] = torch.stack([peak, weight.sum(1), values.mul_(weight).sum(1), chosen])
     return found
+
+
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Returns logits / temperature in float32: the logits themselves, if that is what they are."""
+    return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
 def gradient(
@@ -155,14 +161,14 @@ def gradient(
     """
     out[:, valid:] = 0
     for rows in chunks(*logits.shape) if valid else ():
-        logp = logits[rows, :valid].float() / temperature - log_normalizer[rows, None]
-        slope = grad_logprobs[rows, None]
+        logp = scaled(logits[rows, :valid], temperature) - log_normalizer[rows, None]
+        slope = -grad_logprobs[rows, None]
         if grad_entropy is not None:
-            slope = slope + grad_entropy[rows, None] * (logp + entropy[rows, None])
-        chunk = -logp.exp() * slope
+            slope = slope - grad_entropy[rows, None] * (logp + entropy[rows, None])
+        chunk = logp.exp_().mul_(slope)
         local, here = local_targets(targets[rows], start, valid)
         chunk.scatter_add_(1, local[:, None], (grad_logprobs[rows] * here)[:, None])
-        out[rows, :valid] = (chunk / temperature).to(out.dtype)
+        out[rows, :valid] = chunk if temperature == 1.0 else chunk.div_(temperature)
 
 
 def chunks(num_tokens: int, width: int) -> list[slice]:

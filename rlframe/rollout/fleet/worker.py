@@ -22,6 +22,7 @@ from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.rollout.base.speculative import Drafts
 from rlframe.types.input import ModelInput
+from rlframe.types.packed import Packed
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils.calls import RankCall
 from rlframe.utils.process import garbage
@@ -107,11 +108,11 @@ class EngineWorker(ScoringWorker, Protocol):
         """Builds the engine and loads its weights. Returns pid and creation time of each process it started."""
         ...
 
-    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+    def generate(self, requests: Packed[GenerationRequest]) -> Packed[Completion]:
         """See RolloutEngine.generate."""
         ...
 
-    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+    def generate_each(self, requests: Packed[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
         """See RolloutEngine.generate_each. Ray streams what it yields."""
         ...
 
@@ -211,16 +212,16 @@ class RolloutWorker(Worker, EngineWorker):
         return super()._recorder(request)
 
     @ray.method(concurrency_group=GENERATE)
-    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+    def generate(self, requests: Packed[GenerationRequest]) -> Packed[Completion]:
         """See RolloutEngine.generate."""
         with self._counted():
-            return self.engine.generate(requests)
+            return Packed(self.engine.generate(requests.objects()))
 
     @ray.method(concurrency_group=GENERATE, num_returns="streaming")
-    def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
+    def generate_each(self, requests: Packed[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
         """See EngineWorker."""
         with self._counted():
-            yield from self.engine.generate_each(requests)
+            yield from self.engine.generate_each(requests.objects())
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

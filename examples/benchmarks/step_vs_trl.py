@@ -35,7 +35,9 @@ from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.random_init import random_tensor
 from rlframe.run.compose.online import online
 from rlframe.run.compose.parts import Parts
+from rlframe.run.forks import forks
 from rlframe.run.load import load
+from rlframe.utils.process import garbage
 from rlframe.utils.registry import find
 
 HERE = Path(__file__).resolve().parent
@@ -114,7 +116,10 @@ class RlframeSide:
         component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
         algorithm = component(config.algorithm)
         Path(config.output).mkdir()
+        # As a run starts its processes, and looks after its garbage.
+        forks(config, stack)
         self.loop = online(Parts(config, algorithm.requirements, stack), algorithm)
+        garbage.release()
         self.done = 0
         self.about = {"parallel": config.train.parallel, "num_engines": config.rollout.num_engines}
 

@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError
 from rlframe.attempts.calls import SharedCalls
 from rlframe.attempts.engines import EngineLost
 from rlframe.types.input import ModelInput
+from rlframe.types.packed import Packed
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams
 
 REQUESTS = [GenerationRequest(input=ModelInput((1,)), sampling=SamplingParams(), seed=seed) for seed in range(4)]
@@ -38,11 +39,13 @@ class Actor:
         self.dies_at = dies_at
         self.generate, self.generate_each = SimpleNamespace(remote=self.one), SimpleNamespace(remote=self.each)
 
-    def one(self, requests: list[GenerationRequest]) -> Any:
+    def one(self, packed: Packed[GenerationRequest]) -> Any:
+        requests = packed.objects()
         self.calls.append(("generate", [each.seed for each in requests]))
-        return call(list(map(completion, requests)))
+        return call(Packed(list(map(completion, requests))))
 
-    async def each(self, requests: list[GenerationRequest]) -> AsyncIterator[Any]:
+    async def each(self, packed: Packed[GenerationRequest]) -> AsyncIterator[Any]:
+        requests = packed.objects()
         self.calls.append(("generate_each", [each.seed for each in requests]))
         for index in reversed(range(len(requests))):
             await asyncio.sleep(0)

@@ -18,6 +18,7 @@ from rlframe.attempts.engines import Abort, Ask, EngineLost
 from rlframe.attempts.runner import News, Runner, State
 from rlframe.attempts.turns import Sides, Task
 from rlframe.cluster.watch.activities import Activity
+from rlframe.types.packed import Packed
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout
 from rlframe.utils.errors import RlframeError, WorkerDied
 from tests.local_attempts import opening
@@ -219,8 +220,8 @@ class RunnerProcess(Process):
     async def hurry(self) -> None:
         self.runner.hurry()
 
-    async def start(self, tasks: list[Task], version: int) -> None:
-        self.runner.start(tasks, version=version)
+    async def start(self, tasks: Packed[Task], version: int) -> None:
+        self.runner.start(tasks.objects(), version=version)
 
     async def news(self, wait_s: float) -> News:
         return await self.runner.news(wait_s)

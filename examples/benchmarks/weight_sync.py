@@ -44,6 +44,7 @@ from rlframe.rollout.base.config import CacheFormat, EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import EngineWorker, RolloutSetup
 from rlframe.types.input import ModelInput
+from rlframe.types.packed import Packed
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 from rlframe.utils.registry import find
 from rlframe.weight_sync.adapters import AdapterSync
@@ -218,7 +219,8 @@ def sampling_speed(rollout: RolloutGroup, responses: int) -> list[float]:
             for index in range(responses)
         ]
         begun = time.perf_counter()
-        rollout.workers.wait([rollout.workers.ask(0, EngineWorker.generate, requests)], doing="generate", ranks=[0])
+        asked = rollout.workers.ask(0, EngineWorker.generate, Packed(requests))
+        rollout.workers.wait([asked], doing="generate", ranks=[0])
         speeds.append(responses * RESPONSE_TOKENS / (time.perf_counter() - begun))
     return speeds[1:]
 
@@ -284,8 +286,9 @@ def measure(
         quantize_s.append(sources.change())
         reports.append(sync.publish(version=step))
     request = GenerationRequest(input=ModelInput(np.array([5, 6, 7])), sampling=SamplingParams(max_tokens=8), seed=0)
-    asked = rollout.workers.ask(0, EngineWorker.generate, [request])
-    ((completion,),) = rollout.workers.wait([asked], doing="generate", ranks=[0])
+    asked = rollout.workers.ask(0, EngineWorker.generate, Packed([request]))
+    (answers,) = rollout.workers.wait([asked], doing="generate", ranks=[0])
+    (completion,) = answers.objects()
     parts = ("pause_s", "pull_s", "verify_s", "total_s")
     warm = reports[1:] or reports
     return {

@@ -102,7 +102,7 @@ class Fields(NamedTuple):
 
     kind: type[Any]
     columns: list["Column"]
-    """Of each field, in their order."""
+    """Values of each field, in the order of the fields."""
     length: int
 
     def read(self) -> Iterable[Any]:

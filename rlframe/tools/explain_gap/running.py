@@ -26,6 +26,7 @@ from rlframe.tools.explain_gap.gap import Nats
 from rlframe.tools.explain_gap.settings import Settings, requirements_of, two_sides
 from rlframe.tools.explain_gap.sides import Routes, Sample
 from rlframe.types.batch import TopLogprobs
+from rlframe.types.packed import Packed
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import GenerationRequest, Scored
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
@@ -131,8 +132,8 @@ class RunningSides:
             for prompt in self._prompts
             for index in range(self._samples_per_prompt)
         ]
-        (completions,) = self._ask(EngineWorker.generate, requests, doing="sampling")
-        return Sample.of(requests, completions)
+        (completions,) = self._ask(EngineWorker.generate, Packed(requests), doing="sampling")
+        return Sample.of(requests, completions.objects())
 
     def _sampling(self, rollout: RolloutConfig) -> Any:
         sampling = rollout.sampling()

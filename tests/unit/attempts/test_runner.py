@@ -1,6 +1,7 @@
 """The runner's bookkeeping: engines that die, attempts that are left out, and who gets what."""
 
 import asyncio
+import pickle
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ from rlframe.attempts import busy as busy_module
 from rlframe.attempts import runner as runner_module
 from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import News, Runner
-from rlframe.attempts.turns import Sides, Task
+from rlframe.attempts.runner import Ended, News, Runner
+from rlframe.attempts.turns import Progress, Sides, Task
 from rlframe.types.input import ModelInput
+from rlframe.types.packed import Packed
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from tests.local_attempts import opening
@@ -51,6 +53,16 @@ def runner_of(
         attempt_timeout_s=attempt_timeout_s,
         aborts=aborts,
     )
+
+
+def test_tasks_and_news_arrive_in_another_process_as_they_were() -> None:
+    begun = [task("a", size=2).begun(), task("b", length=3).begun()]
+    begun[0].group.rollouts[0].append(COMPLETION)
+    begun[0].progress[1].ended = "done"
+    found = pickle.loads(pickle.dumps(Packed(begun), protocol=5)).objects()
+    assert found == begun and found[0].progress[0] == Progress() is not found[1].progress[0]
+    news = News(ended=[Ended(group=each.group) for each in begun], busy=[1])
+    assert pickle.loads(pickle.dumps(news, protocol=5)) == news
 
 
 async def news_of(runner: Runner, groups: int) -> News:

@@ -12,7 +12,7 @@ from rlframe.types.packed import Packed
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, SamplingParams
 
-# A tenth of a second, which `make check` has no room for; tests/unit/attempts/test_runner.py sends tasks and news there.
+# Tasks and news are sent in tests/unit/attempts/test_runner.py, which `make check` has room for.
 pytestmark = pytest.mark.later
 
 

@@ -336,7 +336,7 @@ def followed(
 
 
 def figures(steps: list[Step], samples: list[tuple[float, float]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns medians over the counted steps, and the peaks of memory within them."""
+    """Returns medians and means over the counted steps, and the peaks of memory within them."""
     counted = steps[arguments.warm_up :] or steps
     names = [key for key, value in counted[0].items() if isinstance(value, float) and key != "at"]
     begin, end = counted[0]["at"] - counted[0]["step"], counted[-1]["at"]
@@ -348,6 +348,8 @@ def figures(steps: list[Step], samples: list[tuple[float, float]], arguments: ar
         "set": arguments.set,
         "counted": len(steps) - arguments.warm_up,
         "median": {key: statistics.median(step[key] for step in counted) for key in names},
+        # Steps that take turns at being long and short, as with a lag, have no typical one.
+        "mean": {key: statistics.fmean(step[key] for step in counted) for key in names},
         "memory_bytes": peaks(samples, [("all", begin, end), *spans]),
         "steps": steps,
     }

@@ -21,7 +21,8 @@ from rlframe.utils.errors import RlframeError, WeightSyncFailed
 
 logger = logging.getLogger(__name__)
 GATHER_S = 0.004
-"""Seconds in which further news may join the first, if attempts are under way: looks cost as much as those."""
+"""Seconds for which `news` waits for more after the first, while attempts are under way. An answer costs two processes
+a millisecond, whatever is in it, and groups that began together end within milliseconds."""
 FAILED_AT_LEAST = 64
 """Number of attempts after which a run ends in which every attempt has failed."""
 
@@ -75,7 +76,7 @@ class News:
     """The work of engines and rewards so far."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Groups of a whole step may be in it.
+        # A look may find the groups of a whole step, which pickle would take attempt by attempt.
         others = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "ended"}
         return _news, (Packed(self.ended), others)
 

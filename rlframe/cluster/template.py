@@ -40,7 +40,8 @@ KEEPING_MEMORY = {
 }
 """Settings of glibc's allocator, which it reads when a program starts, so that forks have them. A tensor of megabytes
 takes the place of the last one. Otherwise its pages go back to the system and come back as zeros for the next one,
-which is a tenth of the seconds of the main job's training."""
+which is a tenth of the seconds of the main job's training. Arenas of further threads do so whatever the thresholds are,
+so that there is one arena."""
 STREAMS = 3
 """Standard input, output and error."""
 LAUNCHER = """

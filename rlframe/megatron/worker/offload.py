@@ -58,13 +58,10 @@ class SleepingMemory:
         self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * moments.itemsize * elements)
 
     def before_step(self) -> None:
-        """Keeps moments that stay out of the blocks that micro-batches have left, which a sleep gives back whole. Adam
-        creates them in its first step."""
-        if (
-            not self.moves_state
-            and self.device.type == "cuda"
-            and not all(part.state for part in parts(self.optimizer))
-        ):
+        """Gives unused memory back before the step in which Adam creates moments that will not sleep. It would create
+        them inside blocks of past micro-batches, which no sleep could give back then."""
+        creates = any(parameters_of(part) and not part.state for part in parts(self.optimizer))
+        if creates and not self.moves_state and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def sleep(self) -> Moved:

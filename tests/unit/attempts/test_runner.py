@@ -85,6 +85,25 @@ async def dies(requests: list[GenerationRequest]) -> list[Completion]:
     raise EngineLost("call")
 
 
+def test_news_of_one_moment_come_together_and_the_last_ones_at_once():
+    async def by_seconds(requests: list[GenerationRequest]) -> list[Completion]:
+        # A prompt of n tokens is answered after n milliseconds.
+        await asyncio.sleep(max(len(each.input) for each in requests) / 1000)
+        return [COMPLETION for _ in requests]
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+        runner = runner_of(*[by_seconds] * 3)
+        runner.start([task("a", length=1), task("b", length=2), task("c", length=500)], version=0)
+        begun = clock()
+        assert sorted(each.group.id for each in (await runner.news(5.0)).ended) == ["a", "b"]
+        assert clock() - begun == pytest.approx(0.001 + runner_module.GATHER_S)
+        assert [each.group.id for each in (await runner.news(5.0)).ended] == ["c"]
+        assert clock() - begun == pytest.approx(0.5)
+
+    simulated(run())
+
+
 def test_a_lost_engine_that_is_replaced_is_not_told_of_any_more():
     async def run() -> None:
         runner = runner_of(dies)

@@ -70,6 +70,27 @@ class Mixed:
     own: list[int] = field(default_factory=list)
 
 
+class Remembering(Mixed):
+    """More than its fields."""
+
+
+@dataclass(slots=True)
+class Counted:
+    """An object that pickles itself in its own way."""
+
+    number: int
+
+    def __reduce__(self) -> Any:
+        return Counted, (self.number + 1,)
+
+
+def test_what_is_more_than_its_fields_travels_by_pickle() -> None:
+    sent = [Remembering(1), Remembering(2)]
+    sent[1].note = "kept"
+    assert through(sent)[1].note == "kept"
+    assert [each.number for each in through([Counted(1), Counted(2)])] == [2, 3]
+
+
 def test_what_is_not_alike_travels_as_it_is() -> None:
     shared = [1, 2]
     arrays = [np.zeros((2, 2)), np.arange(3), np.arange(3.0), np.zeros(0)]

@@ -140,7 +140,7 @@ def column_of(values: list[Any]) -> Column:
 
 @cache
 def has_fields(kind: type[Any]) -> bool:
-    """Returns whether objects of the class are nothing but their fields: dataclasses with slots that pickle has no rule for."""
+    """Returns whether objects of the class are nothing but their fields, also to pickle."""
     plain = is_dataclass(kind) and kind.__dictoffset__ == 0 and kind.__reduce__ is object.__reduce__
     return plain and all(hasattr(getattr(kind, each.name, None), "__set__") for each in fields(kind))
 

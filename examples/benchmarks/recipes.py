@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not counted")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps that are counted")
     parser.add_argument("--device", help="kind of device of the prediction, else this machine's")
+    parser.add_argument("--set", nargs="*", default=[], help="key=value for rlframe's configuration, in every case")
     arguments = parser.parse_args()
     result = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"cases": {}}
     for name in arguments.cases:
@@ -80,11 +81,12 @@ def main() -> None:
 def measure(case: Case, folder: Path, log: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what was predicted and measured of one case."""
     warm_up, count = arguments.warm_up, arguments.steps
-    settings = overrides(case, folder, steps=warm_up + count)
+    settings = [*overrides(case, folder, steps=warm_up + count), *arguments.set]
     predicted = planned(case, settings, folder, arguments.device)
     with Memory() as memory:
         run = watch(case.recipe, settings, folder, log=log, limit_s=arguments.limit_s, warm_up=warm_up, count=count)
-    found: dict[str, Any] = {"machine": machine(), "case": asdict(case), "rc": run.rc, "start_s": run.start_s}
+    found: dict[str, Any] = {"machine": machine(), "case": asdict(case), "set": arguments.set}
+    found |= {"rc": run.rc, "start_s": run.start_s}
     found["device"] = predicted["device"]
     found["steps"] = run.steps[warm_up:]
     counted = [row for row in run.timeline if row["step"] > warm_up]

@@ -102,7 +102,7 @@ class Loop(ABC):
     def prepare_checkpoints(self) -> None:
         """Decides how checkpoints are written, says so once, and has room made for what that needs. The ranks have
         their optimizers."""
-        choice = choose(self.checkpoints.config.asynchronous, self.trained)
+        choice = choose(self.checkpoints.config.copies, self.trained)
         if choice.background != self.background:
             self.background = choice.background
             self.metrics.print_line(choice.said)
@@ -122,7 +122,7 @@ class Loop(ABC):
         with self.phase("checkpoint"):
             # The one before may still be in the memory that this one needs.
             self.checkpoints.finish()
-            choice = choose(config.asynchronous, self.trained)
+            choice = choose(config.copies, self.trained)
         if choice.background != self.background:
             self.background = choice.background
             self.metrics.print_line(choice.said)

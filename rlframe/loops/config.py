@@ -82,7 +82,7 @@ class CheckpointConfig:
     asynchronous: Asynchronous = Asynchronous.AUTO
     """Whether to copy the training state to host memory and train on while it is written. It takes 12 to 18 bytes a
     parameter, shared by the ranks. auto does so where every host has that memory, as measured before each
-    checkpoint."""
+    checkpoint, and checkpoints are written before the end (every_steps)."""
     verify: bool = True
     """Whether to compare checksums: of `read_back` of every file after it is written, and of all of it before a run
     resumes. Names, lengths and the manifest are always compared."""
@@ -101,6 +101,12 @@ class CheckpointConfig:
     """Number format of exports: bfloat16 or float32."""
     export_shard_gb: Annotated[float, Range(above=0, maximum=10**6)] = 5.0
     """Greatest size of an exported file in GB (1e9 bytes). A larger model is written as several files with an index."""
+
+    @property
+    def copies(self) -> Asynchronous:
+        """`asynchronous`, by which the last step's checkpoint is not copied: no training goes on beside it."""
+        last_only = self.asynchronous is Asynchronous.AUTO and not self.every_steps
+        return Asynchronous.FALSE if last_only else self.asynchronous
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-SLAB_BYTES = 1 << 30
-"""Bytes of a piece of host memory, because torch rounds pinned memory up to a power of two."""
+from rlframe.megatron.memory.pinned import PIECE_BYTES, host_memory
+
 ALIGNMENT_BYTES = 64
 
 
@@ -61,7 +61,7 @@ class HostMemory:
         """Grows to at least this many bytes. May run in another thread than copies, which then wait for it."""
         with self._lock:
             while (missing := num_bytes - self.num_bytes) > 0:
-                self._add(min(missing, SLAB_BYTES))
+                self._add(min(missing, PIECE_BYTES))
 
     def begin(self) -> None:
         """Makes all of it free again."""
@@ -81,10 +81,9 @@ class HostMemory:
         while self._index < len(self._slabs) and first + num_bytes > self._slabs[self._index].nbytes:
             self._index, first = self._index + 1, 0
         if self._index == len(self._slabs):
-            self._add(max(SLAB_BYTES, num_bytes))
+            self._add(max(PIECE_BYTES, num_bytes))
         self._used = first + num_bytes
         return self._slabs[self._index][first : self._used]
 
     def _add(self, num_bytes: int) -> None:
-        # Zeros: of a CPU the pages are not there before they are written, even where torch is deterministic.
-        self._slabs.append(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.pinned))
+        self._slabs.append(host_memory(num_bytes, pinned=self.pinned))

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from rlframe.megatron.memory.pinned import copied
+
 CHUNK_ELEMENTS = 1 << 24
 """Number of elements exchanged at once. The extra device memory of a swap is this much, independent of the model's
 size."""
@@ -22,9 +24,7 @@ class ReferenceWeights:
                 weights' dtype would be lost each time. Float32 weights need no further copy.
         """
         self.live = [tensor.view(-1) for tensor in weights]
-        self.kept = [buffer.detach().to("cpu", copy=True) for buffer in self.live]
-        if self.live and self.live[0].device.type == "cuda":
-            self.kept = [buffer.pin_memory() for buffer in self.kept]
+        self.kept = [copied(buffer) for buffer in self.live]
         self.exact = [buffer.float() for buffer in self.kept] if follows else []
 
     @contextmanager

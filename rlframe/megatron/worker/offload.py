@@ -8,11 +8,10 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
+from rlframe.megatron.memory.pinned import PIECE_BYTES, host_memory
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.model.model import Model
 
-CHUNK_BYTES = 1 << 30
-"""Bytes of a piece of host memory: torch rounds pinned memory up to a power of two."""
 LARGE_BYTES = 10 << 20
 """Tensors of so many bytes get a block of their own from torch's CUDA allocator (`kMinLargeAlloc`)."""
 BLOCK_BYTES = 2 << 20
@@ -137,9 +136,8 @@ class SleepingMemory:
         """Grows the host memory to at least this many bytes."""
         missing = num_bytes - self.host_bytes
         while missing > 0:
-            size = min(missing, CHUNK_BYTES)
-            # Zeros: the pages are touched now, not in the first sleep.
-            self._chunks.append(torch.zeros(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
+            size = min(missing, PIECE_BYTES)
+            self._chunks.append(host_memory(size, pinned=self.device.type == "cuda"))
             missing -= size
 
     def _pieces(self, sized: Iterable[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -273,7 +273,7 @@ class Plan:
     @cached_property
     def checkpoint_copy_bytes(self) -> float:
         """Host memory of one host for a copy of the training state, which is written while training goes on."""
-        if self.run.checkpoint.asynchronous is Asynchronous.FALSE:
+        if self.run.checkpoint.copies is Asynchronous.FALSE:
             return 0.0
         models = [self.trainer, *([self.critic_trainer] if self.critic_trainer else [])]
         return sum(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlframe.loops.config import Asynchronous
+from rlframe.loops.config import Asynchronous, CheckpointConfig
 from rlframe.loops.saving.background import choose
 from rlframe.megatron.messages.host_room import HostRoom
 from rlframe.utils.process import memory
@@ -52,6 +52,12 @@ def test_the_choice_says_what_it_was_made_by() -> None:
         "training waits while a checkpoint is written: a copy takes 9.50 GB of a host with 10.0 GB free, and at most "
         "80% of that is used; checkpoint.asynchronous=true does it in any case"
     )
+
+
+def test_a_checkpoint_at_the_end_only_is_not_copied() -> None:
+    assert CheckpointConfig(every_steps=0).copies is Asynchronous.FALSE
+    assert CheckpointConfig(every_steps=0, asynchronous=Asynchronous.TRUE).copies is Asynchronous.TRUE
+    assert CheckpointConfig(every_steps=1).copies is Asynchronous.AUTO
 
 
 def test_a_containers_limit_counts(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:

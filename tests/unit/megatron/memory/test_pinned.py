@@ -1,0 +1,51 @@
+"""Host memory in large pieces. Without a GPU, CUDA's part is a list of what it was asked for; tests/gpu has the rest."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlframe.megatron.memory.pinned import copied, host_memory
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Stands in for CUDA: the bytes that are registered, by address."""
+    found: dict[int, int] = {}
+
+    def register(address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 0 and address % 4096 == 0, "whole pages"
+        found[address] = num_bytes
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=found.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    return found
+
+
+def test_pinned_memory_is_registered_as_long_as_it_is_used(registered: dict[int, int]) -> None:
+    memory = host_memory(3 << 20, pinned=True)
+    assert memory.dtype == torch.uint8 and memory.numel() == 3 << 20 and not memory.any()
+    assert registered == {memory.data_ptr(): 3 << 20}
+    memory.fill_(7)
+    assert int(memory[1 << 20]) == 7
+    del memory
+    gc.collect()
+    assert not registered
+
+
+def test_other_memory_is_torchs_own(registered: dict[int, int]) -> None:
+    assert not host_memory(1 << 20, pinned=False).any()
+    assert host_memory(0, pinned=True).numel() == 0
+    assert not registered
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_copy_has_values_of_its_own(dtype: torch.dtype) -> None:
+    values = torch.arange(6, dtype=dtype).view(2, 3)
+    copy = copied(values)
+    values.zero_()
+    assert torch.equal(copy, torch.arange(6, dtype=dtype).view(2, 3))
+    assert copied(torch.empty(0, dtype=dtype)).numel() == 0

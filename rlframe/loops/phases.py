@@ -1,7 +1,7 @@
 """Phases: named, timed parts of a step that use the devices."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -27,15 +27,17 @@ class Phases:
         sharing: list[Sleeper],
         announce: Callable[[str], None],
         ended: Callable[[str, object, float, float], None] | None = None,
+        asleep: Collection[Sleeper] = (),
     ):
         """
         Args:
             sharing: roles that must sleep when a phase runs on another one; empty if there is memory for all.
+            asleep: those of them that sleep already.
             announce: called with the name of each phase as it begins, for the progress bar.
             ended: called with the name of each phase as it ends, its role, its seconds, those of phases inside it
                 included, and the seconds in which roles were put to sleep and woken for it.
         """
-        self._awake = {id(role): True for role in sharing}
+        self._awake = {id(role): role not in asleep for role in sharing}
         self._sharing = sharing
         self._announce = announce
         self._ended = ended

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import torch
+
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Leases
@@ -16,7 +18,9 @@ from rlframe.loops.probe import MAX_TOKENS, MIN_SEQUENCES, Probe, probe_sequence
 from rlframe.loops.resuming import first_version
 from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.rollout.fleet.group import EvaluationEngines, RolloutGroup
+from rlframe.run.check.context import algorithm_of
 from rlframe.run.check.engines.adapters import sends_adapters
+from rlframe.run.check.machines.memory import devices_of
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.replay import recorded
@@ -25,6 +29,8 @@ from rlframe.run.compose.sets import evaluation_sets
 from rlframe.run.compose.throughput import throughput
 from rlframe.run.compose.trained import Trained, trained
 from rlframe.run.config import RunConfig
+from rlframe.run.preflight.plan import plan
+from rlframe.run.preflight.start import fits_beside_builds
 from rlframe.weight_sync.adapted import ADAPTERS, BASE
 from rlframe.weight_sync.adapters import AdapterSync
 from rlframe.weight_sync.border import SourceRank
@@ -46,12 +52,12 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     apart = models.evaluation_engines(parts, placement)
     models_trained = trained(parts, placement, algorithm)
     attempts = models.attempts(parts, rollout)
-    start(parts, models_trained, [rollout, apart] if apart else [rollout])
+    asleep = start(parts, models_trained, [rollout, apart] if apart else [rollout])
     weight_sync = synced(parts, models_trained.policy, rollout)
     parts.start_up.done("weight sync")
     rollout.rejoin, rollout.restore, rollout.audit = weight_sync.rejoin, weight_sync.restore, weight_sync.audit_if_due
     metrics = parts.metrics()
-    phase = parts.phases(metrics, sharing(parts, models_trained, rollout))
+    phase = parts.phases(metrics, sharing(parts, models_trained, rollout), asleep=asleep)
     scorer = models.scorer(parts, placement, phase)
     ledger = Ledger(parts.folder, done_steps=parts.done_steps or 0)
     leases = Leases(prompts, ledger, curriculum=prompts if config.data.curriculum else None)
@@ -94,9 +100,13 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     )
 
 
-def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) -> None:
-    """Builds all models and engines, at the same time unless engines measure the memory that the policy leaves."""
-    at_once = not (shared_gpu(parts) and parts.config.rollout.measures_memory)
+def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) -> list[Sleeper]:
+    """Builds all models and engines, at the same time where their devices have memory for it.
+
+    Returns:
+        The models that have gone to sleep to leave their devices' memory to the engines.
+    """
+    at_once = starts_at_once(parts.config, parts.device, resumes=parts.latest is not None)
     if at_once:
         begin(engines)
     models_trained.start(parts)
@@ -106,11 +116,28 @@ def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) ->
     elif parts.config.rollout.engine_format.channel:
         # The memory of quantised weights must be taken before an engine measures what is free.
         models_trained.policy.channel(sent_channel(parts.config)).call(SourceRank.warm_up)
+    asleep = models_trained.sleepers(parts) if parts.config.cluster.colocate else []
+    for model in asleep:
+        model.sleep()
     parts.start_up.done("policy")
     begin(engines)
     for group in engines:
         group.start()
     parts.start_up.done("engines")
+    return asleep
+
+
+def starts_at_once(config: RunConfig, device: torch.device, *, resumes: bool) -> bool:
+    """Returns whether engines may start while models are built: they have devices of their own, or memory for both.
+
+    An engine that measures the memory that is free must find there what the models hold.
+    """
+    if device.type != "cuda" or not config.cluster.colocate:
+        return True
+    accelerator = devices_of(config)
+    if config.rollout.measures_memory or accelerator is None:
+        return False
+    return fits_beside_builds(plan(config, algorithm_of(config), accelerator), resumes=resumes)
 
 
 def ahead(config: RunConfig) -> bool:

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -202,13 +202,14 @@ class Parts:
         self.stack.push(partial(_close_log, metrics))
         return metrics
 
-    def phases(self, metrics: MetricsLog, sharing: list[Sleeper]) -> Phases:
+    def phases(self, metrics: MetricsLog, sharing: list[Sleeper], *, asleep: Collection[Sleeper] = ()) -> Phases:
         """Returns the phases of the run, which its log shows and writes down.
 
         Args:
             sharing: roles that take turns on shared devices.
+            asleep: those of them that sleep already.
         """
-        return Phases(sharing=sharing, announce=metrics.announce, ended=metrics.timeline.ended)
+        return Phases(sharing=sharing, announce=metrics.announce, ended=metrics.timeline.ended, asleep=asleep)
 
     def _trackers(self) -> Iterator[Tracker]:
         """Yields the trackers, begun before any process starts that would have to wait for a wrong password."""

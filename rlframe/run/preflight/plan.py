@@ -22,7 +22,7 @@ from rlframe.run.preflight import constants, seconds, turns
 from rlframe.run.preflight.devices import Accelerator
 from rlframe.run.preflight.engine import EngineMemory
 from rlframe.run.preflight.parts import DeviceMemory, Phase, Process, total
-from rlframe.run.preflight.trainer import TrainerMemory, frozen_process
+from rlframe.run.preflight.trainer import MOMENTS, TrainerMemory, frozen_process
 from rlframe.run.preflight.weights import Counter
 from rlframe.run.preflight.workload import Division, Workload, divide, layout_of
 from rlframe.run.roles import teacher_engine, topology
@@ -263,7 +263,7 @@ class Plan:
         bytes_of_rank = 0.0
         bytes_of_rank += self.reference_bytes + self.trainer.host_activations()
         if train.offload_optimizer:
-            bytes_of_rank += states.get("main weights", 0.0) + states["moments"]
+            bytes_of_rank += states.get("main weights", 0.0) + states[MOMENTS]
         if on_device < 1.0:
             shard = stage.trained_dense / (self.parallel.dp * self.parallel.cp)
             shard += stage.trained_experts / self.parallel.edp

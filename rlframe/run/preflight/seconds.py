@@ -17,7 +17,7 @@ from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.preflight import activations, constants
 from rlframe.run.preflight.devices import Speeds
 from rlframe.run.preflight.engine import EngineMemory
-from rlframe.run.preflight.trainer import TrainerMemory
+from rlframe.run.preflight.trainer import MOMENTS, TrainerMemory
 from rlframe.run.preflight.weights import StageWeights, is_sparse, kind_of
 
 
@@ -265,7 +265,7 @@ class TrainerSeconds:
     def _update(self, stage: StageWeights) -> float:
         memory, parallel = self.memory, self.memory.parallel
         states = {part.name: part.bytes for part in memory.states(stage)}
-        shard_bytes = 2 * (states.get("main weights", 0.0) + states["moments"]) + states["gradients"]
+        shard_bytes = 2 * (states.get("main weights", 0.0) + states[MOMENTS]) + states["gradients"]
         copies = parallel.dp * parallel.cp
         link = self.speeds.network if self.spans_hosts else self.speeds.peer
         gradient = states["gradients"] / max(1, stage.trained_dense + stage.trained_experts) + memory.itemsize

@@ -20,7 +20,7 @@ from rlframe.run.preflight.weights import Counter, StageWeights, kind_of
 from rlframe.run.preflight.workload import layout_of
 
 FLOAT32 = 4
-GRADIENTS = "gradients"
+GRADIENTS, MOMENTS = "gradients", "moments"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ class TrainerMemory:
             # With precision_aware they are the 16 bits that the parameters lack.
             yield Part("main weights", shard * (2 if optimizer.precision_aware else FLOAT32) * on_device)
         moment = 2 if optimizer.moment_dtype is MomentDtype.BFLOAT16 else FLOAT32
-        yield Part("moments", (shard * 2 * moment - self.second_moments_of_matrices(stage)) * on_device)
+        yield Part(MOMENTS, (shard * 2 * moment - self.second_moments_of_matrices(stage)) * on_device)
         if train.fp8.recipe is not Fp8Recipe.OFF and self.cuda:
             yield Part("weights in 8 bits, by rows and by columns", self.matrices(stage) * 2)
 

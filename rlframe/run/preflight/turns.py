@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.preflight import constants
 from rlframe.run.preflight.engine import EngineMemory
-from rlframe.run.preflight.trainer import GRADIENTS, TrainerMemory
+from rlframe.run.preflight.trainer import GRADIENTS, MOMENTS, TrainerMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ def of_trainer(memory: TrainerMemory) -> Sleeper:
     kept = taken = 0.0
     for stage in memory.stages():
         states = {part.name: part.bytes for part in memory.states(stage)}
-        moved = states.get("main weights", 0.0) + states["moments"] if memory.train.offload_optimizer else 0.0
+        moved = states.get("main weights", 0.0) + states[MOMENTS] if memory.train.offload_optimizer else 0.0
         kept, taken = max(kept, moved), max(taken, moved + states[GRADIENTS])
     copied = kept / constants.HOST_BANDWIDTH
     return Sleeper(

@@ -19,7 +19,7 @@ from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import EngineWorker
 from rlframe.run.check.context import algorithm_of
 from rlframe.run.compose import models
-from rlframe.run.compose.online import shared_gpu
+from rlframe.run.compose.online import starts_at_once
 from rlframe.run.compose.parts import LOGS, Parts
 from rlframe.run.config import RunConfig
 from rlframe.tools.explain_gap.gap import Nats
@@ -83,7 +83,7 @@ class RunningSides:
         exact = EXACT_FLOAT32 if run.train.dtype is Dtype.FLOAT32 else {}
         slots = replace(self._placement, slots=with_variables(self._placement.slots, exact))
         self._rollout = rollout = models.rollout(self._parts, slots)
-        at_once = not (shared_gpu(self._parts) and run.rollout.measures_memory)
+        at_once = starts_at_once(run, self._parts.device, resumes=False)
         channel = run.rollout.engine_format.channel
         if at_once:
             rollout.begin()

@@ -127,6 +127,18 @@ def test_roles_that_share_devices_take_turns() -> None:
     assert events == ["policy sleeps", "rollout sleeps", "policy wakes", "policy sleeps", "rollout wakes"]
 
 
+def test_a_role_that_sleeps_from_the_start_wakes_for_its_first_phase() -> None:
+    events: list[str] = []
+    policy, rollout = Role("policy", events), Role("rollout", events)
+    policy.awake = False
+    phase = Phases(sharing=[policy, rollout], announce=lambda _: None, asleep=[policy])
+    with phase("rollout", on=rollout):
+        pass
+    with phase("train", on=policy):
+        pass
+    assert events == ["rollout sleeps", "policy wakes"]
+
+
 def test_room_is_made_for_a_role_that_shares_devices_without_waking_it() -> None:
     events: list[str] = []
     policy, critic, rollout = (Role(name, events) for name in ("policy", "critic", "rollout"))

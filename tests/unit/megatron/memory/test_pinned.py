@@ -1,4 +1,4 @@
-"""Host memory in large pieces. Without a GPU, CUDA's part is a list of what it was asked for; tests/gpu has the rest."""
+"""Host memory in large pieces. Here CUDA is a list of what it was asked for; tests/gpu has the rest."""
 
 import gc
 from types import SimpleNamespace

@@ -222,7 +222,8 @@ def deal(bundles: Sequence[Bundle], topology: Topology) -> Dealt | None:
         if role.place is not Place.EVERY:
             begin = used if role.place is Place.OWN else 0
             own = bundles[begin : begin + role.num_devices]
-        dealt[role.name] = within_nodes(own, role.devices_per_actor)[: role.num_actors]
+        places = within_nodes(own, role.devices_per_actor)
+        dealt[role.name] = [each for each in places for _ in range(role.actors_per_device)][: role.num_actors]
         if len(dealt[role.name]) < role.num_actors:
             return None
         used += role.num_devices if role.place is Place.OWN else 0

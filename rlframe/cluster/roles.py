@@ -29,6 +29,8 @@ class Role:
     num_actors: int
     devices_per_actor: int = 1
     """Number of devices of one actor, all on one node."""
+    actors_per_device: int = 1
+    """Number of actors that share the same devices. Divides `num_actors`."""
     place: Place
     setting: str
     """The role's size and the settings that decide it, for messages: `critic (2 ranks, critic.colocate=true)`."""
@@ -36,7 +38,7 @@ class Role:
     @property
     def num_devices(self) -> int:
         """Number of devices of all its actors."""
-        return self.num_actors * self.devices_per_actor
+        return self.num_actors // self.actors_per_device * self.devices_per_actor
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +81,15 @@ def auxiliary(name: str, num_ranks: int, *, colocate: bool, setting: str | None 
     return Role(name=name, num_actors=num_ranks, place=place, setting=f"{name} ({num_ranks} ranks, {setting})")
 
 
-def engines(num_engines: int, *, devices_per_engine: int = 1, colocate: bool) -> Role:
+def engines(num_engines: int, *, devices_per_engine: int = 1, engines_per_device: int = 1, colocate: bool) -> Role:
     """Returns the role of the policy's engines, on every device of the run or on their own."""
     each = f" of {devices_per_engine} devices" if devices_per_engine > 1 else ""
+    each += f", {engines_per_device} on each device" if engines_per_device > 1 else ""
     return Role(
         name=ENGINES,
         num_actors=num_engines,
         devices_per_actor=devices_per_engine,
+        actors_per_device=engines_per_device,
         place=Place.EVERY if colocate else Place.OWN,
         setting=f"rollout.num_engines ({num_engines}{each}) with cluster.colocate={str(colocate).lower()}",
     )

@@ -28,8 +28,14 @@ def topology(run: RunConfig, *, online: bool, has_critic: bool) -> Topology:
         return Topology(tuple(sampling_roles(run)))
     roles = [policy(Parallel.parse(run.train.parallel).world), *auxiliary_roles(run, has_critic=has_critic)]
     if online and run.rollout.replay is None:
-        size, colocate = run.rollout.devices_per_engine, run.cluster.colocate
-        roles.append(engines(run.rollout.num_engines, devices_per_engine=size, colocate=colocate))
+        roles.append(
+            engines(
+                run.rollout.num_engines,
+                devices_per_engine=run.rollout.devices_per_engine,
+                engines_per_device=run.rollout.engines_per_device,
+                colocate=run.cluster.colocate,
+            )
+        )
     return Topology(tuple(roles))
 
 
@@ -67,6 +73,7 @@ def _own_engines(name: str, engine: RolloutConfig, *, setting: str) -> Role:
         name=name,
         num_actors=engine.num_engines,
         devices_per_actor=engine.devices_per_engine,
+        actors_per_device=engine.engines_per_device,
         place=Place.OWN,
         setting=f"{name} ({num_ranks} ranks, {setting})",
     )

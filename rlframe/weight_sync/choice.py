@@ -1,6 +1,7 @@
 """Chooses the transport of the weights from the locations of the processes and the abilities of the engines, with the
 reason."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,6 +96,11 @@ def _carrier(sources: Sequence[RankInfo], destinations: Sequence[RankInfo], orde
 def _refusal(name: str, sources: Sequence[RankInfo], destinations: Sequence[RankInfo]) -> str | None:
     """Returns why `name` cannot carry between some pair of ranks."""
     transport = find_transport(name)
+    shared = Counter((rank.host, rank.device) for rank in destinations if not rank.on_cpu)
+    if transport.two_sided and max(shared.values(), default=1) > 1:
+        return (
+            f"{name} has one rank on a GPU, and {max(shared.values())} engines share one (rollout.engines_per_device)"
+        )
     seen = set()
     for source in sources:
         for destination in destinations:

@@ -74,6 +74,10 @@ class RolloutConfig:
     """Name of the engine: a folder or file of `rlframe/rollout`."""
     num_engines: Annotated[int, Range(1, 4096)] = 1
     """Number of copies of the engine. Each prompt's group is sampled by one of them."""
+    engines_per_device: Annotated[int, Range(1, 16)] = 1
+    """Number of engines that share each device; num_engines is a multiple of it. A GPU that waits for an engine's
+    process between two tokens works for another one meanwhile, which helps with small models and many responses at
+    once. Each engine has its own weights and its own cache, whose size kv_cache_gb gives."""
     max_restarts: Annotated[int, Range(0, 10**6, note="0: the first death ends the run")] = 3
     """Greatest number of engines that may be restarted during a run. Their unfinished requests are sent again. A
     further death ends the run; 0 ends it at the first."""
@@ -127,6 +131,19 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.num_engines % self.engines_per_device:
+            raise SettingError(
+                "num_engines",
+                f"must be a multiple of engines_per_device={self.engines_per_device}",
+                got=self.num_engines,
+            )
+        if self.engines_per_device > 1 and self.measures_memory:
+            raise SettingError(
+                "engines_per_device",
+                "needs kv_cache_gb",
+                got=self.engines_per_device,
+                why="engines that measure the free memory of one device at the same time would find each other's",
+            )
         if self.record and self.replay is not None:
             raise SettingError("record", f"has no effect with replay={self.replay}", got="true", hint="remove it")
         if "" in self.stop:
@@ -164,6 +181,11 @@ class RolloutConfig:
     def devices_per_engine(self) -> int:
         """Number of devices of one engine, all on one node."""
         return 1
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of all engines."""
+        return self.num_engines // self.engines_per_device * self.devices_per_engine
 
     @property
     def sleeps(self) -> bool:

@@ -183,7 +183,8 @@ def cache_size(run: RunConfig, plan: Plan, rollout: ServedConfig) -> Iterator[tu
     """Yields a cache as large as fits beside the others, of four sequences at least."""
     assert plan.engine is not None and rollout.kv_cache_gb is not None
     least = plan.engine.sequence_tokens * plan.engine.token_bytes * 4 / 1e9
-    new = int(100 * max(least, rollout.kv_cache_gb - max(0.0, plan.missing_bytes) / 1e9)) / 100
+    missing = max(0.0, plan.missing_bytes) / rollout.engines_per_device
+    new = int(100 * max(least, rollout.kv_cache_gb - missing / 1e9)) / 100
     if 0 < new != rollout.kv_cache_gb:
         changed = replace(rollout, kv_cache_gb=new)
         yield Change("rollout.kv_cache_gb", rollout.kv_cache_gb, new), replace(run, rollout=changed)
@@ -231,7 +232,11 @@ def layout(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
 def engine_split(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
     """Yields fewer engines of more devices."""
     rollout = run.rollout
-    if plan.engine and isinstance(rollout, ServedConfig) and rollout.num_engines % 2 == 0:
+    if (
+        plan.engine
+        and isinstance(rollout, ServedConfig)
+        and rollout.num_engines % (2 * rollout.engines_per_device) == 0
+    ):
         changed = replace(rollout, tp=rollout.tp * 2, num_engines=rollout.num_engines // 2)
         change = Change("rollout.tp", rollout.tp, f"{changed.tp} rollout.num_engines={changed.num_engines}")
         yield change, replace(run, rollout=changed)

@@ -81,9 +81,11 @@ def _batch(plan: Plan) -> Iterator[str]:
         f"micro-batches on each rank, of at most {division.tokens:,} tokens"
     )
     if (engine := plan.engine) and plan.cuda:
+        sharing = engine.config.engines_per_device
+        shared = f"; {sharing} engines share each device" if sharing > 1 else ""
         yield (
             f"each of {engine.config.num_engines} engines on {engine.config.devices_per_engine} devices samples "
-            f"{engine.sequences:,} sequences; its cache holds {engine.cache_tokens:,} tokens"
+            f"{engine.sequences:,} sequences; its cache holds {engine.cache_tokens:,} tokens{shared}"
         )
 
 
@@ -162,10 +164,11 @@ def _sync(plan: Plan) -> Iterator[str]:
     assert engine is not None
     where = "on the ranks' devices" if run.cluster.colocate else "on devices of their own"
     yield (
-        f"{engine.config.num_engines * engine.config.devices_per_engine} devices of engines {where} pull "
-        f"{engine.weights_bytes / GB:.2f} GB each, from {plan.parallel.world} ranks"
+        f"{engine.config.num_devices} devices of engines {where} pull "
+        f"{engine.config.engines_per_device * engine.weights_bytes / GB:.2f} GB each, from {plan.parallel.world} ranks"
     )
-    if engine.role == ENGINES and run.rollout.name != "transformers" and plan.cuda:
+    alone = engine.config.engines_per_device == 1
+    if engine.role == ENGINES and run.rollout.name != "transformers" and plan.cuda and alone:
         ep = " --ep" if getattr(run.rollout, "expert_parallel", False) else ""
         split = "" if run.cluster.colocate else " --split"
         yield (

@@ -1,4 +1,4 @@
-"""Memory of a device of an engine."""
+"""Memory of a device of engines."""
 
 from dataclasses import dataclass
 
@@ -107,16 +107,18 @@ class EngineMemory:
         return self.shares and self.cuda and self.config.sleeps
 
     def process(self) -> Process:
-        """Returns one device's part of the engine."""
-        weights = Part("weights", self.weights_bytes)
-        cache = Part("key-value cache", max(0.0, self.cache_bytes))
+        """Returns one device's part of the engines that share it."""
+        sharing = self.config.engines_per_device
+        weights = Part("weights", sharing * self.weights_bytes)
+        cache = Part("key-value cache", sharing * max(0.0, self.cache_bytes))
         if not isinstance(self.config, ServedConfig) or not self.cuda:
             return Process(role=self.role, resident=(weights,), work={Phase.GENERATION: (cache,)}, keeps=False)
-        graphs = Part("CUDA graphs", 0.0 if self.config.enforce_eager else constants.GRAPH_BYTES, measured=False)
-        workspace = Part("workspaces and context", constants.ENGINE_WORKSPACE_BYTES, measured=False)
+        graphs_bytes = 0.0 if self.config.enforce_eager else constants.GRAPH_BYTES
+        graphs = Part("CUDA graphs", sharing * graphs_bytes, measured=False)
+        workspace = Part("workspaces and context", sharing * constants.ENGINE_WORKSPACE_BYTES, measured=False)
         if not self.sleeps:
             return Process(role=self.role, resident=(weights, cache, graphs, workspace), keeps=False)
-        asleep = Part("context of the engine asleep", constants.ENGINE_ASLEEP_BYTES, measured=False)
+        asleep = Part("context of the engine asleep", sharing * constants.ENGINE_ASLEEP_BYTES, measured=False)
         return Process(
             role=self.role,
             resident=(weights, graphs, workspace),

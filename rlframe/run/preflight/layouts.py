@@ -87,15 +87,16 @@ def _experts(plan: Plan, world: int, *, tp: int, pp: int, cp: int) -> Iterator[P
 
 def _engines(plan: Plan, num_devices: int, *, own: bool) -> Iterator[RolloutConfig]:
     rollout = plan.run.rollout
+    shared = rollout.engines_per_device
     if plan.engine is None:
         yield rollout
     elif isinstance(rollout, ServedConfig):
         for tp in (size for size in (1, 2, 4, 8) if num_devices % size == 0):
             split = {"tp": tp, "expert_parallel": rollout.expert_parallel and tp > 1}
             claim = {"gpu_memory_utilization": OWN_UTILIZATION} if own and rollout.measures_memory else {}
-            yield replace(rollout, **split, **claim, num_engines=num_devices // tp)
+            yield replace(rollout, **split, **claim, num_engines=num_devices // tp * shared)
     else:
-        yield replace(rollout, num_engines=num_devices)
+        yield replace(rollout, num_engines=num_devices * shared)
 
 
 def _trained(plan: Plan, parallel: Parallel) -> Iterator[TrainConfig]:

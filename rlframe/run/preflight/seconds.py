@@ -318,16 +318,16 @@ def attention_times(again: float, *, backward: bool) -> float:
 
 def generation(memory: EngineMemory, speeds: Speeds, responses: Responses, operations_of_token: float) -> float:
     """Returns the seconds in which an engine samples: prompts at the speed of products, then for each token the weights
-    and all keys and values read once. The last responses run alone.
+    and all keys and values read once. The last responses run alone. Engines that share a device share its speeds.
 
     Args:
         operations_of_token: of a forward pass of the whole model, without attention.
     """
-    tp = memory.config.devices_per_engine
+    tp, sharing = memory.config.devices_per_engine, memory.config.engines_per_device
     prompts = responses.sequences / responses.group * responses.prompt_tokens
-    prefill = prompts * operations_of_token / (tp * speeds.flops * constants.PREFILL_EFFICIENCY)
+    prefill = prompts * operations_of_token / (tp * speeds.flops / sharing * constants.PREFILL_EFFICIENCY)
     steps, batch = waves(memory, responses)
-    bandwidth = speeds.memory * constants.DECODE_EFFICIENCY
+    bandwidth = speeds.memory / sharing * constants.DECODE_EFFICIENCY
     # Of T tokens of a response, the mean one sees the prompt and half of the response.
     seen = prompt_read(memory, responses) + responses.tokens / 2
     read = responses.sequences * responses.tokens * seen * memory.token_bytes / bandwidth
@@ -371,8 +371,9 @@ def sync(memory: EngineMemory, speeds: Speeds, *, colocated: bool, same_host: bo
     each. With shared devices one of `sources` parts is on the device already."""
     link = speeds.peer if same_host else speeds.network
     remote = (sources - 1) / sources if colocated else 1.0
-    local = memory.weights_bytes * (1 - remote) / (speeds.memory / 2)
-    return constants.SYNC_LATENCY_S + max(memory.weights_bytes * remote / (link * constants.SYNC_EFFICIENCY), local)
+    pulled = memory.config.engines_per_device * memory.weights_bytes
+    local = pulled * (1 - remote) / (speeds.memory / 2)
+    return constants.SYNC_LATENCY_S + max(pulled * remote / (link * constants.SYNC_EFFICIENCY), local)
 
 
 def training_operations(architecture: Architecture, *, mean_length: float, mtp: MtpConfig | None = None) -> float:

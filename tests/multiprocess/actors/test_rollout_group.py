@@ -64,16 +64,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
-    """Two engines, verified at version 0."""
+    """Two engines on one device, verified at version 0."""
     setup = RolloutSetup(
-        rollout=TransformersConfig(num_engines=2, max_tokens=6),
+        rollout=TransformersConfig(num_engines=2, engines_per_device=2, max_tokens=6),
         model=ModelConfig(path=str(folder)),
         dtype=EngineDtype.FLOAT32,
         device=Device.CPU,
         seed=11,
     )
-    two_engines = role_of_engines(2, colocate=True)
-    with running(ClusterConfig(), num_devices=2):
+    two_engines = role_of_engines(2, engines_per_device=2, colocate=True)
+    with running(ClusterConfig(), num_devices=1):
         placement = reserve(Topology((policy(1), two_engines)), gpu=False, timeout_s=60)
         engines = RolloutGroup(
             setup,

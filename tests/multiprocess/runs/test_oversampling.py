@@ -14,6 +14,7 @@ CARRIES = ONLINE | {
     "checkpoint.every_steps": 1,
     "train.offload_optimizer": False,
     "rollout.num_engines": 2,
+    "rollout.engines_per_device": 2,
     "rollout.max_tokens": 40,
     "rollout.min_tokens": 20,
     "rollout.oversample": 2,

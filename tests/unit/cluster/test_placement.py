@@ -45,6 +45,16 @@ def test_split_engines_come_after_the_policy() -> None:
     assert (names(dealt["policy"]), names(dealt["engines"])) == (["a0", "a1"], ["a2 a3"])
 
 
+def test_engines_may_share_devices() -> None:
+    pairs = engines(4, devices_per_engine=2, engines_per_device=2, colocate=True)
+    assert pairs.num_devices == 4 and pairs.setting.startswith("rollout.num_engines (4 of 2 devices, 2 on each device)")
+    dealt = deal(on_nodes(4), Topology((policy(4), pairs)))
+    assert dealt is not None
+    assert names(dealt["engines"]) == ["a0 a1", "a0 a1", "a2 a3", "a2 a3"]
+    # A rank and the workers of two engines, of which each engine's first device has the actor.
+    assert divide(dealt) == {index: 0.9 / 3 for index in range(4)}
+
+
 def test_an_engine_does_not_span_nodes() -> None:
     # Node a has one device left over by engine 0; engine 1 begins on node b.
     pairs = engines(2, devices_per_engine=2, colocate=True)

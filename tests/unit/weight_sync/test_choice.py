@@ -37,6 +37,13 @@ def test_one_cpu_host_takes_shm() -> None:
     assert str(choose([source()], [engine()], [0])) == "transport shm: every rank is on the CPU of one host"
 
 
+def test_nccl_does_not_take_engines_that_share_a_gpu() -> None:
+    pair = [engine(device="GPU-1"), engine(device="GPU-1")]
+    assert choose([source(device="GPU-0")], pair, [0, 1]).carrier == "cuda_ipc"
+    with pytest.raises(WeightSyncFailed, match=r"nccl has one rank on a GPU, and 2 engines share one"):
+        choose([source(device="GPU-0")], pair, [0, 1], "nccl")
+
+
 def test_hosts_apart_take_nccl_and_say_so() -> None:
     assert str(choose([source()], [engine("two")], [0])).startswith("transport nccl: ranks are on 2 hosts")
 

@@ -75,7 +75,7 @@ def unused_faults(run: RunConfig) -> Iterator[Fault]:
 def sleep_faults(run: RunConfig) -> Iterator[Fault]:
     """Rejects sleep settings of a critic that has devices of its own."""
     assert run.critic.train is not None
-    engines = run.rollout.num_engines * run.rollout.devices_per_engine
+    engines = run.rollout.num_devices
     # Engines start on the policy's devices and continue on the critic's.
     beside_engines = run.cluster.colocate and engines > Parallel.parse(run.train.parallel).world
     if run.critic.train.sleeps and not (run.critic.colocate or beside_engines):

@@ -207,3 +207,19 @@ def test_masks_of_sparse_attention_are_kept_by_every_layer_whatever_is_recompute
     assert part(plans[0], Phase.LOGPROBS, name) == tokens * length * (layers + 2)
     seen = planned(tmp_path, SPARSE | {"index_topk": length}, *settings)
     assert not [each for _, each in seen.devices[0].at(Phase.TRAIN) if each.name == name], "all keys are seen"
+
+
+def test_engines_that_share_a_device_have_weights_and_caches_each(tmp_path: Path) -> None:
+    cache = ("rollout.kv_cache_gb=40", "rollout.max_tokens=256", "prompts_per_step=16", "train.parallel=d1")
+    one = planned(tmp_path / "a", QWEN3_4B, *cache, "rollout.num_engines=1")
+    two = planned(tmp_path / "a", QWEN3_4B, *cache, "rollout.num_engines=2", "rollout.engines_per_device=2")
+    assert one.engine and two.engine and one.num_devices == two.num_devices == 1
+    assert two.engine.sequences == one.engine.sequences / 2
+    held = [
+        {part.name: part.bytes for role, part in each.devices[0].at(Phase.GENERATION) if role == "engines"}
+        for each in (one, two)
+    ]
+    assert held[0]["weights"] == 2 * 4_022_468_096 and held[0]["key-value cache"] == 40e9
+    assert held[1] == {name: 2 * size for name, size in held[0].items()}
+    # Half of the responses each, at half of the device's speed.
+    assert two.step_seconds["generation"] >= one.step_seconds["generation"]

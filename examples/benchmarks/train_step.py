@@ -94,6 +94,10 @@ class Case:
     lengths: tuple[int, ...] = LENGTHS
     microbatches: int = 2
     """Per rank and optimizer step."""
+    groups: int = 1
+    """Groups of a micro-batch."""
+    prompt: int = 0
+    """Tokens that the sequences of a group begin with."""
 
 
 def bf16_moments(**other: Any) -> dict[str, Any]:
@@ -115,6 +119,15 @@ def mixed(*, dynamic: bool) -> dict[str, Any]:
 EXACT = {"optimizer": {"precision_aware": True}}
 """Float32 moments and main weights, the latter without the bits that the parameters have: 16 bytes a parameter."""
 CASES = {
+    # The workload `equal` of step_vs_peers.py, as its settings divide it.
+    "qwen3_1p7b_equal": Case(
+        model="qwen3_1p7b",
+        train={"share_prompts": True, "max_tokens_per_microbatch": 8704},
+        lengths=(682,) * 16,
+        microbatches=16,
+        groups=2,
+        prompt=170,
+    ),
     "qwen3_4b": Case(model="qwen3_4b", train=EXACT),
     "qwen3_4b_short": Case(model="qwen3_4b", train=EXACT, lengths=SHORT, microbatches=16),
     "qwen3_4b_deterministic": Case(
@@ -146,6 +159,13 @@ CASES = {
     "qwen3_30b_a3b_80gb": Case(model="qwen3_30b_a3b", num_layers=5, train=bf16_moments()),
     "tiny_qwen3_5": Case(model="tiny_qwen3_5_moe", train={"dtype": "float32"}, lengths=(96, 32)),
     "tiny": Case(model="tiny_moe", train={"dtype": "float32"}, lengths=(96, 32)),
+    "tiny_equal": Case(
+        model="tiny_moe",
+        train={"dtype": "float32", "share_prompts": True, "max_tokens_per_microbatch": 96},
+        lengths=(24,) * 4,
+        groups=2,
+        prompt=8,
+    ),
 }
 
 
@@ -268,18 +288,24 @@ def start(model: ModelConfig, train: TrainConfig, logs: Path, stack: ExitStack) 
 
 
 def make_batch(case: Case, vocab_size: int, *, count: int) -> TrainBatch:
-    """`count` micro-batches of the case's lengths, each a group of rollouts with random tokens and advantages."""
+    """`count` micro-batches of the case's lengths and groups, rollouts with random tokens and advantages."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor(case.lengths * count)
     total = int(lengths.sum())
+    token_ids = torch.randint(0, vocab_size, (total,), generator=generator)
+    begins = torch.cumsum(lengths, 0) - lengths
+    group = torch.arange(case.groups * count).repeat_interleave(len(case.lengths) // case.groups)
+    prompts = begins[:, None] + torch.arange(max(1, case.prompt))
     mask = torch.ones(total, dtype=torch.bool)
-    mask[torch.cumsum(lengths, 0) - lengths] = False
+    mask[prompts] = False
+    if case.prompt:
+        token_ids[prompts] = token_ids[prompts[:: len(case.lengths) // case.groups]][group]
     return TrainBatch(
-        token_ids=torch.randint(0, vocab_size, (total,), generator=generator),
+        token_ids=token_ids,
         lengths=lengths,
         loss_mask=mask,
         rollout_logprobs=torch.full((total,), -1.0) * mask,
-        group=torch.arange(count).repeat_interleave(len(case.lengths)),
+        group=group,
         rewards=torch.rand(len(lengths), generator=generator),
         versions=torch.zeros(total, dtype=torch.int64),
         advantages=torch.randn(total, generator=generator) * mask,

@@ -6,6 +6,8 @@ from rlframe.run.check import check
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
+pytestmark = pytest.mark.later
+
 PASS_RATE = ["data.curriculum.by=pass_rate", "data.curriculum.target=0.5"]
 
 

@@ -82,10 +82,9 @@ def test_engines_that_only_evaluate_are_some_of_those_that_sample_ahead() -> Non
     ]
 
 
-@pytest.mark.parametrize("depth", [3, 1000])
-def test_the_pipeline_is_no_deeper_than_the_lag(depth: int) -> None:
-    assert faults(*AHEAD, f"loop.pipeline_depth={depth}") == [
-        f"loop.pipeline_depth must be at most max_policy_lag=2, got {depth}: what is sampled further ahead would be "
+def test_the_pipeline_is_no_deeper_than_the_lag() -> None:
+    assert faults(*AHEAD, "loop.pipeline_depth=3") == [
+        "loop.pipeline_depth must be at most max_policy_lag=2, got 3: what is sampled further ahead would be "
         "too old when it is trained on"
     ]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rlframe.attempts.engines import Abort, Ask, EngineLost
+from rlframe.attempts.engines import Abort, Ask, Batch, EngineLost
 from rlframe.types.packed import Packed
 from rlframe.types.rollout import Completion, GenerationRequest
+from rlframe.utils.errors import RlframeError
 
 
 class SharedCalls:
@@ -21,7 +22,7 @@ class SharedCalls:
             actor: that of the engine.
         """
         self._actor = actor
-        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
+        self._waiting: Batch = []
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, requests: list[GenerationRequest]) -> list[Completion]:
@@ -29,6 +30,7 @@ class SharedCalls:
 
         Raises:
             EngineLost: the call has failed.
+            RlframeError: the call has ended without all answers.
         """
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
@@ -41,26 +43,34 @@ class SharedCalls:
         waiting, self._waiting = self._waiting, []
         task = asyncio.get_running_loop().create_task(self._call(waiting))
         self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        task.add_done_callback(partial(self._ended, waiting))
 
-    async def _call(self, waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]]) -> None:
+    async def _call(self, waiting: Batch) -> None:
         requests = [request for request, _ in waiting]
-        try:
-            if len(requests) == 1:
-                # A stream costs more than a call.
-                self._pass_on(enumerate(await one_call(self._actor, requests)), waiting)
-                return
-            async for piece in self._actor.generate_each.remote(Packed(requests)):
-                self._pass_on(await answer_of(piece), waiting)
-        except EngineLost as error:
-            for _, answer in waiting:
-                if not answer.done():
-                    answer.set_exception(EngineLost(error.call))
+        if len(requests) == 1:
+            # A stream costs more than a call.
+            self._pass_on(enumerate(await one_call(self._actor, requests)), waiting)
+            return
+        async for piece in self._actor.generate_each.remote(Packed(requests)):
+            self._pass_on(await answer_of(piece), waiting)
+
+    def _ended(self, waiting: Batch, task: asyncio.Task[None]) -> None:
+        """Passes whatever has ended a call on to those who have no answer, who would wait for ever."""
+        self._calls.discard(task)
+        error = None if task.cancelled() else task.exception()
+        for _, answer in waiting:
+            if answer.done():
+                continue
+            if task.cancelled():
+                answer.cancel()
+            elif isinstance(error, EngineLost):
+                # Whoever raises an error writes its own way into it.
+                answer.set_exception(EngineLost(error.call))
+            else:
+                answer.set_exception(error or RlframeError("an engine has ended its answers without that of a request"))
 
     @staticmethod
-    def _pass_on(
-        found: Iterable[tuple[int, Completion]], waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]]
-    ) -> None:
+    def _pass_on(found: Iterable[tuple[int, Completion]], waiting: Batch) -> None:
         for index, completion in found:
             _, answer = waiting[index]
             if not answer.done():

@@ -6,15 +6,19 @@ import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlframe.attempts.busy import Busy
 from rlframe.types.rollout import Completion, GenerationRequest, Group
+from rlframe.utils.errors import RlframeError
 
 Ask = Callable[[list[GenerationRequest]], Awaitable[list[Completion]]]
 """Sends requests to an engine and returns its answers. Raises EngineLost if the call fails."""
 Abort = Callable[[list[str]], None]
 """Makes an engine abort requests by their names, some time later. Those that do not run are ignored."""
+Batch = list[tuple[GenerationRequest, asyncio.Future[Completion]]]
+"""Requests of a call, and what becomes their answers."""
 ABORT_AGAIN_S = 1.0
 """Seconds after which an abort is repeated, for requests that were still on their way to the engine."""
 
@@ -150,7 +154,17 @@ class EngineQueue:
                 self._calls.begin()
                 task = asyncio.get_running_loop().create_task(self._call(batch, self._life))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(partial(self._ended, batch))
+
+    def _ended(self, batch: Batch, task: asyncio.Task[None]) -> None:
+        """Passes an error that is not the engine's death on to those who would wait for ever. It ends the run."""
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        known = isinstance(error, RlframeError)
+        for _, answer in batch:
+            if not answer.done():
+                answer.set_exception(error if known else RlframeError(f"a call of an engine has failed: {error!r}"))
 
     def _abort_unwanted(self) -> None:
         self._abort_is_due = bool(self._unwanted)
@@ -158,7 +172,7 @@ class EngineQueue:
             self._abort(sorted(self._unwanted))
             asyncio.get_running_loop().call_later(ABORT_AGAIN_S, self._abort_unwanted)
 
-    async def _call(self, batch: list[tuple[GenerationRequest, asyncio.Future[Completion]]], life: int) -> None:
+    async def _call(self, batch: Batch, life: int) -> None:
         names = {request.name for request, _ in batch}
         self._sent |= names
         try:

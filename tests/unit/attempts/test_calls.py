@@ -82,6 +82,25 @@ def test_a_death_loses_the_requests_that_have_no_answer():
     assert found[2:] == [2, 3] and all(isinstance(each, EngineLost) for each in found[:2])
 
 
+def test_nobody_waits_for_a_call_that_has_ended_otherwise():
+    class Faulty(Actor):
+        """Ends its answers early, with an error or without one."""
+
+        def __init__(self, error: Exception | None):
+            super().__init__()
+            self.error = error
+
+        async def each(self, packed: Packed[GenerationRequest]) -> AsyncIterator[Any]:
+            yield call([(0, completion(packed.objects()[0]))])
+            if self.error:
+                raise self.error
+
+    broken = asyncio.run(asyncio.wait_for(ask(Faulty(ValueError("not a message")), REQUESTS, []), 30))
+    assert broken[0] == 0 and [repr(each) for each in broken[1:]] == 3 * ["ValueError('not a message')"]
+    short = asyncio.run(asyncio.wait_for(ask(Faulty(None), REQUESTS, []), 30))
+    assert short[0] == 0 and all("without that of a request" in str(each) for each in short[1:])
+
+
 def test_an_answer_that_nobody_waits_for_any_more_is_dropped():
     async def given_up() -> list[Completion]:
         calls = SharedCalls(Actor())

@@ -18,6 +18,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.packed import Packed
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from rlframe.utils.errors import RlframeError
 from tests.local_attempts import opening
 from tests.unit.attempts.simulated.clock import simulated
 
@@ -178,6 +179,18 @@ def test_a_call_of_the_engine_before_says_nothing_about_the_next_one():
         queue.replace(answers)
         late.set()
         assert await asyncio.gather(*waits) == [COMPLETION, COMPLETION] and len(losses) == 1
+
+    simulated(run())
+
+
+def test_nobody_waits_for_a_call_that_has_failed_otherwise() -> None:
+    async def unreadable(requests: list[GenerationRequest]) -> list[Completion]:
+        raise ValueError("not a message")
+
+    async def run() -> None:
+        queue = EngineQueue(unreadable, max_calls=2, lost=lambda error: None)
+        with pytest.raises(RlframeError, match=r"a call of an engine has failed: ValueError\('not a message'\)"):
+            await queue.generate(GenerationRequest(input=ModelInput((1,)), sampling=SAMPLING, seed=0))
 
     simulated(run())
 

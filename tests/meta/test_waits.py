@@ -31,8 +31,10 @@ WATCHED = "its own waits have limits, and the watchdog's are around it"
 SAMPLES = "the thread writes one file to the run's folder, as the driver itself does elsewhere"
 ALLOWED = {
     "rlframe/megatron/checkpoint/writer.py:write": "threads that only write; the driver's wait has a limit",
+    "rlframe/attempts/calls.py:_ended": ENDED,
     "rlframe/attempts/endpoint/agents.py:_until_over": ENDED,
     "rlframe/attempts/endpoint/desk.py:close": ENDED,
+    "rlframe/attempts/engines.py:_ended": ENDED,
     "rlframe/attempts/mending.py:end": WATCHED,
     "rlframe/attempts/runner.py:_ended": ENDED,
     "rlframe/attempts/runner.py:news": "asyncio.wait_for around it has a limit",

@@ -101,7 +101,7 @@ def _engines(plan: Plan, num_devices: int, *, own: bool) -> Iterator[RolloutConf
 
 def _trained(plan: Plan, parallel: Parallel) -> Iterator[TrainConfig]:
     """Yields settings without recomputation, with half of the layers recomputed, with all. Where ranks and engines take
-    turns, main weights and moments stay, or wait in host memory."""
+    turns, ranks keep their memory, leave what needs no copy, or move main weights and moments to host memory."""
     layers = plan.architecture.num_layers // parallel.pp
     half = RecomputeConfig(method=RecomputeMethod.BLOCK, layers=max(1, layers // 2))
     turns = plan.engine is not None and plan.run.cluster.colocate and plan.cuda
@@ -115,7 +115,7 @@ def _trained(plan: Plan, parallel: Parallel) -> Iterator[TrainConfig]:
         (Recompute.FULL, half),
         (Recompute.FULL, RecomputeConfig()),
     ):
-        for offload in (False, True) if turns else (False,):
+        for release, offload in ((False, False), (True, False), (False, True)) if turns else ((False, False),):
             yield replace(
                 plan.run.train,
                 parallel=parallel,
@@ -127,6 +127,7 @@ def _trained(plan: Plan, parallel: Parallel) -> Iterator[TrainConfig]:
                 context_parallel=plan.run.train.context_parallel if parallel.cp > 1 else ContextParallelConfig(),
                 max_tokens_per_microbatch=max(longest, plan.run.train.max_tokens_per_microbatch),
                 communication=communication,
+                release_memory=release,
                 offload_optimizer=offload,
             )
 
@@ -159,7 +160,7 @@ def _refused(plan: Plan) -> bool:
 def overrides(old: RunConfig, new: RunConfig) -> Iterator[str]:
     """Yields the arguments of the command line that turn one run's layout into another's, the ranks first."""
     yield f"train.parallel={quoted(str(new.train.parallel))}"
-    train = ("recompute", "offload_activations", "max_tokens_per_microbatch", "offload_optimizer")
+    train = ("recompute", "offload_activations", "max_tokens_per_microbatch", "release_memory", "offload_optimizer")
     for name in train:
         if getattr(new.train, name) != getattr(old.train, name):
             yield f"train.{name}={shown(getattr(new.train, name))}"

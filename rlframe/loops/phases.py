@@ -32,10 +32,10 @@ class Phases:
         """
         Args:
             sharing: roles that must sleep when a phase runs on another one; empty if there is memory for all.
-            asleep: those of them that sleep already.
             announce: called with the name of each phase as it begins, for the progress bar.
             ended: called with the name of each phase as it ends, its role, its seconds, those of phases inside it
                 included, and the seconds in which roles were put to sleep and woken for it.
+            asleep: those of `sharing` that sleep already.
         """
         self._awake = {id(role): role not in asleep for role in sharing}
         self._sharing = sharing

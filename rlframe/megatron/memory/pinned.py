@@ -1,13 +1,25 @@
 """Host memory that a GPU copies from and to at full speed, taken in large pieces."""
 
 import mmap
-import weakref
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 PIECE_BYTES = 1 << 30
 """Bytes of a piece: while one is registered, other threads wait for the CUDA driver."""
+
+
+class Pages(mmap.mmap):
+    """Memory of no file, which CUDA must forget before the system gives its addresses to others."""
+
+    forget: Callable[[], object] = staticmethod(lambda: None)
+    """Undoes its registration."""
+
+    def __del__(self) -> None:
+        # Before the pages go; a weak reference's finalizer would run after it.
+        self.forget()
 
 
 def host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
@@ -24,14 +36,13 @@ def host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
     """
     if not pinned or num_bytes == 0:
         return torch.zeros(num_bytes, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes)
+    pages = Pages(-1, num_bytes)
     # Fewer pages to write and to register, where the system has large ones.
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     cudart, address = torch.cuda.cudart(), memory.data_ptr()
     torch.cuda.check_error(int(cudart.cudaHostRegister(address, num_bytes, 0)))
-    # Before the pages go back to the system, which may give their addresses to others.
-    weakref.finalize(memory, cudart.cudaHostUnregister, address)
+    pages.forget = partial(cudart.cudaHostUnregister, address)
     return memory
 
 

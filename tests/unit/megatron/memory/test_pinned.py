@@ -1,6 +1,7 @@
 """Host memory in large pieces. Here CUDA is a list of what it was asked for; tests/gpu has the rest."""
 
 import gc
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,13 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         found[address] = num_bytes
         return 0
 
-    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=found.pop)
+    def unregister(address: int) -> None:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+        assert any(start <= address < end for start, end in ranges), "the pages are still there"
+        del found[address]
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
     return found
@@ -30,8 +37,12 @@ def test_pinned_memory_is_registered_as_long_as_it_is_used(registered: dict[int,
     assert memory.dtype == torch.uint8 and memory.numel() == 3 << 20 and not memory.any()
     assert registered == {memory.data_ptr(): 3 << 20}
     memory.fill_(7)
-    assert int(memory[1 << 20]) == 7
+    with torch.inference_mode():
+        part = memory[1 << 20 :].view(torch.bfloat16)
     del memory
+    gc.collect()
+    assert len(registered) == 1 and part.numel() == 1 << 20, "a part of it is in use"
+    del part
     gc.collect()
     assert not registered
 

@@ -318,7 +318,8 @@ def attention_times(again: float, *, backward: bool) -> float:
 
 def generation(memory: EngineMemory, speeds: Speeds, responses: Responses, operations_of_token: float) -> float:
     """Returns the seconds in which an engine samples: prompts at the speed of products, then for each token the weights
-    and all keys and values read once. The last responses run alone. Engines that share a device share its speeds.
+    and all keys and values read once. The last responses run alone. Engines that share a device share its speeds. A
+    step takes as long as the engine's process decides, if that is longer.
 
     Args:
         operations_of_token: of a forward pass of the whole model, without attention.
@@ -332,7 +333,16 @@ def generation(memory: EngineMemory, speeds: Speeds, responses: Responses, opera
     seen = prompt_read(memory, responses) + responses.tokens / 2
     read = responses.sequences * responses.tokens * seen * memory.token_bytes / bandwidth
     step = weights_read(memory, batch) / bandwidth + memory.architecture.num_layers * constants.DECODE_LAYER_S
-    return prefill + steps * step + read
+    return prefill + max(steps * step + read, steps * batch * decides_s(memory))
+
+
+def decides_s(memory: EngineMemory) -> float:
+    """Returns the seconds for each sequence of a decode step in which an engine's process decides what comes next."""
+    if not isinstance(memory.config, ServedConfig):
+        return 0.0
+    return (
+        constants.DECODE_SEQUENCE_S if memory.config.devices_per_engine == 1 else constants.DECODE_SEQUENCE_OF_RANKS_S
+    )
 
 
 def prompt_read(memory: EngineMemory, responses: Responses) -> float:

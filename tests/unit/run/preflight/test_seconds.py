@@ -36,6 +36,18 @@ def test_a_decode_step_of_one_request_reads_every_weight_once(tmp_path: Path) ->
     assert seconds.generation(engine, speeds, one, 0.0) == pytest.approx(100 * step + cache)
 
 
+def test_a_decode_step_of_many_short_requests_waits_for_the_engines_process(tmp_path: Path) -> None:
+    many = Responses(sequences=512, prompt_tokens=0, tokens=100, longest=100)
+    for tp, each in ((1, 30e-6), (4, 45e-6)):
+        found = planned(tmp_path / "a", QWEN3_4B, f"rollout.tp={tp}", "rollout.max_num_seqs=512")
+        engine, speeds = found.engine, found.accelerator.speeds
+        assert engine is not None and speeds is not None
+        assert seconds.generation(engine, speeds, many, 0.0) == pytest.approx(100 * 512 * each)
+    # One long sequence keeps the device busy.
+    long = replace(many, sequences=8, prompt_tokens=100_000, longest=100)
+    assert seconds.generation(engine, speeds, long, 0.0) > 10 * 100 * 8 * each
+
+
 def test_responses_of_a_group_read_their_prompt_once_as_long_as_a_layers_part_stays_in_the_cache(
     tmp_path: Path,
 ) -> None:

@@ -88,6 +88,23 @@ VLLM_GRAPHS = f"rollout.engine_options={FEW_GRAPHS}"
 FOUR = {
     "grpo_30b_ep4": replace(MIXTURE, overrides=(*FOUR_TRAINERS, "rollout.expert_parallel=true", VLLM_GRAPHS)),
     "grpo_30b_tp4": replace(MIXTURE, overrides=(*FOUR_TRAINERS, VLLM_GRAPHS)),
+    # What preflight proposes: two processes choose what comes next, and nothing is copied to host memory.
+    "grpo_30b_two_engines": replace(
+        MIXTURE,
+        overrides=(
+            "train.parallel=d4e4",
+            *SMALL_STATE,
+            "train.offload_optimizer=false",
+            "train.release_memory=true",
+            "rollout.num_engines=2",
+            "rollout.tp=2",
+            "rollout.expert_parallel=true",
+            "rollout.max_num_seqs=256",
+            "~rollout.gpu_memory_utilization",
+            "rollout.kv_cache_gb=32",
+            VLLM_GRAPHS.replace("256,512", "256"),
+        ),
+    ),
     "grpo_30b_ep4_80": replace(
         MIXTURE, overrides=(*FOUR_TRAINERS, *HOST_OPTIMIZER, "rollout.expert_parallel=true", VLLM_GRAPHS)
     ),

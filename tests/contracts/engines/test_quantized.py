@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from rlframe.rollout.vllm.config import has_tiles
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import SamplingParams
 from tests.contracts.engines.kinds import ENGINES, Kind, param
@@ -30,6 +31,8 @@ def test_scores_and_samples_are_those_of_the_plain_folder(kind: Kind, form: str,
         pytest.skip("the embedded engine has no sliding windows")
     if form == "mxfp4" and kind.name == "sglang":
         pytest.skip("SGLang has no attention for GPT-OSS on a CPU")
+    if form == "mxfp4" and has_tiles():
+        pytest.skip("vLLM 0.32 has neither attention nor experts for GPT-OSS on a CPU with AMX")
     make_with_tokenizer(model, tmp_path / "source", **({"moe_intermediate_size": 64} if form != "mxfp4" else {}))
     quantize(tmp_path / "source", form, plain=tmp_path / "plain", quantized=tmp_path / "quantized")
     weights = {name: each.float() for name, each in load_file(tmp_path / "plain" / "model.safetensors").items()}

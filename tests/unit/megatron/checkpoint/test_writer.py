@@ -54,6 +54,15 @@ def test_the_file_is_its_parts_and_has_the_checksum_of_each_beginning(
     assert report.crc32_at == {end: zlib.crc32(whole[:end]) for end in ends}
 
 
+def test_a_tensor_that_was_written_can_still_leave_its_memory(tmp_path: Path) -> None:
+    values = torch.arange(4096, dtype=torch.float32)
+    expected = bytes(values.untyped_storage())
+    writer.write_file(tmp_path / "file", [Part(0, len(expected), values)], ends=[len(expected)], read_back=1.0)
+    assert (tmp_path / "file").read_bytes() == expected
+    # As a policy does that goes to sleep.
+    values.untyped_storage().resize_(0)
+
+
 def without_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a file system does that has no writes past the page cache."""
     real = os.open

@@ -65,6 +65,9 @@ def test_dpo_learns_the_same_from_a_live_and_from_a_precomputed_reference(tmp_pa
     assert file.stat().st_mtime_ns == made and [file] == list((folder / "reference").iterdir())
     assert [line["step"] for line in resumed] == [line["step"] for line in live]
     for ours, theirs in zip(resumed, live, strict=True):
+        if ours["step"] == 1:
+            # Of margins that are 0 but for rounding.
+            ours, theirs = ({key: line[key] for key in line if key != "train/accuracy"} for line in (ours, theirs))
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 

@@ -41,7 +41,8 @@ def host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     cudart, address = torch.cuda.cudart(), memory.data_ptr()
-    torch.cuda.check_error(int(cudart.cudaHostRegister(address, num_bytes, 0)))
+    if status := int(cudart.cudaHostRegister(address, num_bytes, 0)):
+        raise torch.cuda.CudaError(status)
     pages.forget = partial(cudart.cudaHostUnregister, address)
     return memory
 

@@ -28,7 +28,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
     return found
 
 

@@ -255,8 +255,8 @@ def copy(values: Tensor, place: memoryview) -> None:
     if values.is_cuda:
         torch.from_numpy(target).copy_(values)
     else:
-        # Not torch's copy, which would start threads of its own for each of these threads; and not `Tensor.numpy`, after
-        # which the tensor's memory cannot be given back while its owner sleeps.
+        # Not torch's copy, which would start threads of its own for each of these threads; and not `Tensor.numpy`,
+        # after which the tensor's memory cannot be given back while its owner sleeps.
         np.copyto(target, np.from_dlpack(values))
 
 

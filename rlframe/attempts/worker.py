@@ -177,6 +177,8 @@ class RunnerWorker(Worker, RunnerCalls):
 
         self._runner = self._in_loop(make())
         logging.getLogger().addHandler(Messenger(self._runner, self._loop))
+        # A forked worker has Python's own level, which drops what an environment prints.
+        logging.getLogger("rlframe").setLevel(logging.INFO)
         garbage.release()
 
     def _others(self, setup: RunnerSetup, words: "PreTrainedTokenizerBase") -> dict[str, Any]:

@@ -3,9 +3,11 @@
 import faulthandler
 import functools
 import inspect
+import io
 import os
 import pathlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -66,6 +68,10 @@ class Worker:
         self._log_begin = log.tell()
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+        for stream in (sys.stdout, sys.stderr):
+            # What a reward or an environment prints is there when its process is killed.
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)
         faulthandler.enable(log)
         # On this signal Python prints every thread's stack there, even if the main thread hangs in C.
         faulthandler.register(STACK_SIGNAL, file=stack_file(self.log).open("w"), all_threads=True)

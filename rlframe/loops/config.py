@@ -104,7 +104,7 @@ class CheckpointConfig:
 
     @property
     def copies(self) -> Asynchronous:
-        """`asynchronous`, by which the last step's checkpoint is not copied: no training goes on beside it."""
+        """Returns `asynchronous`, but false for auto if the last step alone is saved: no training goes on beside it."""
         last_only = self.asynchronous is Asynchronous.AUTO and not self.every_steps
         return Asynchronous.FALSE if last_only else self.asynchronous
 

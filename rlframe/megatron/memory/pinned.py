@@ -26,10 +26,10 @@ def host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
     """Returns zeros in host memory, as bytes [num_bytes]. The pages of pinned memory are there already; others come
     with the first write.
 
-    `cudaHostAlloc`, which torch pins by, gave 1.0 GB a second on the host of an H100, and no other thread launched
-    kernels meanwhile. Pages that are written first and registered afterwards took 0.3 s a GB, 0.05 s of it in the
-    driver (8 GiB, torch 2.11, CUDA 13). torch's allocator does so with `pinned_use_cuda_host_register`, but for small
-    buffers too, which share pages, and vLLM's `cublasCreate` failed with it.
+    `cudaHostAlloc`, which torch pins by, gave 1.0 GB a second on the host of an H100, and a forward pass in another
+    thread stood still until it was done. Pages that are written first and registered afterwards took 0.3 s a GB, of
+    which the registration took 0.05 (8 GiB, torch 2.11, CUDA 13). torch's allocator does so with
+    `pinned_use_cuda_host_register`, but for small buffers too; vLLM's `cublasCreate` failed in the one run with it.
 
     Raises:
         torch.cuda.CudaError: CUDA does not register the memory, for instance beyond a limit of locked memory.

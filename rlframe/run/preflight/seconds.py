@@ -333,10 +333,10 @@ def generation(memory: EngineMemory, speeds: Speeds, responses: Responses, opera
     seen = prompt_read(memory, responses) + responses.tokens / 2
     read = responses.sequences * responses.tokens * seen * memory.token_bytes / bandwidth
     step = weights_read(memory, batch) / bandwidth + memory.architecture.num_layers * constants.DECODE_LAYER_S
-    return prefill + max(steps * step + read, steps * batch * decides_s(memory))
+    return prefill + max(steps * step + read, steps * batch * scheduling_s(memory))
 
 
-def decides_s(memory: EngineMemory) -> float:
+def scheduling_s(memory: EngineMemory) -> float:
     """Returns the seconds for each sequence of a decode step in which an engine's process decides what comes next."""
     if not isinstance(memory.config, ServedConfig):
         return 0.0

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from device_memory import Memory
 from models_by_size import MODELS, make_model
-from recipes import STEPS, WARM_UP, Memory, Watched, own, watch, words
+from recipes import STEPS, WARM_UP, Watched, own, watch, words
 from weight_sync import machine
 
 from rlframe.models.checkpoint import write_checkpoint

@@ -1,4 +1,4 @@
-"""The cases of recipes.py, which are recipes with what one device or four ask to be changed."""
+"""The cases of recipes.py, which are recipes with what one device, four or eight ask to be changed."""
 
 from dataclasses import dataclass, replace
 
@@ -129,6 +129,40 @@ FOUR = {
     ),
 }
 """Cases of four devices, of 141 GB but for those whose names end in 80."""
+EIGHT_8B = Case(recipe="", model="qwen3_8b", overrides=("rollout.compile=false",), prompts=64, response_tokens=1024)
+OFFLINE_8B = Case(recipe="", model="qwen3_8b", overrides=(), online=False, prompts=128)
+EIGHT = {
+    "grpo_30b_eight": MIXTURE,
+    # What preflight proposes: nothing is copied to host memory, and half of the layers are recomputed.
+    "grpo_30b_eight_resident": replace(
+        MIXTURE,
+        overrides=(
+            "train.offload_optimizer=false",
+            "train.release_memory=true",
+            "train.recompute_options.method=block",
+            "train.recompute_options.layers=24",
+            "rollout.num_engines=2",
+            "rollout.tp=4",
+            "rollout.expert_parallel=true",
+            "rollout.max_num_seqs=256",
+            "~rollout.gpu_memory_utilization",
+            "rollout.kv_cache_gb=24",
+            VLLM_GRAPHS.replace("256,512", "256"),
+        ),
+    ),
+    "grpo_8b_eight": replace(EIGHT_8B, recipe="grpo_qwen3_8b"),
+    "dapo_8b_eight": replace(
+        EIGHT_8B,
+        recipe="dapo_qwen3_8b",
+        overrides=(*EIGHT_8B.overrides, "algorithm.dynamic_sampling.reward_part=noise"),
+    ),
+    "ppo_8b_eight": replace(EIGHT_8B, recipe="ppo_qwen3_8b", prompts=256),
+    "dpo_8b_eight": replace(OFFLINE_8B, recipe="dpo_qwen3_8b"),
+    "kto_8b_eight": replace(OFFLINE_8B, recipe="kto_qwen3_8b"),
+    "sft_8b_eight": replace(OFFLINE_8B, recipe="sft_qwen3_8b"),
+    "reward_model_8b_eight": replace(OFFLINE_8B, recipe="reward_model_qwen3_8b"),
+}
+"""The recipes for eight devices, with fewer and shorter sequences than they ask for."""
 ONE = {
     "search_4b_80": Case(
         recipe="grpo_qwen3_4b_search",
@@ -161,4 +195,4 @@ ONE = {
     ),
 }
 """Cases of one device, of 141 GB but for the first."""
-CASES = FROZEN | FOUR | ONE
+CASES = FROZEN | FOUR | EIGHT | ONE

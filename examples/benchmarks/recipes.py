@@ -21,9 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ from shutil import copyfile, copytree
 from typing import Any
 
 from async_rl import follow, stop
+from device_memory import Memory, Span
 from models_by_size import MODELS, make_model
 from recipe_cases import CASES, Case
 from weight_sync import machine
@@ -39,7 +38,6 @@ from rlframe.models.hub import EMBEDDED
 
 HERE = Path(__file__).parent
 WARM_UP, STEPS = 2, 3
-SAMPLE_MS = 50
 PHASES = {
     "rollout": "generation",
     "reference": "logprobs",
@@ -51,8 +49,6 @@ PHASES = {
     "weight_sync": "weight sync",
 }
 """Preflight's name of each phase of a run's timeline."""
-Span = tuple[str, float, float]
-"""Name of a phase, and when it began and ended."""
 
 
 def main() -> None:
@@ -249,53 +245,6 @@ def planned(case: Case, settings: list[str], folder: Path, device: str | None) -
 def environment() -> dict[str, str]:
     """Returns the environment of a command of this checkout."""
     return os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
-
-
-class Memory:
-    """The bytes that each device holds, sampled while the block runs.
-
-    Args:
-        devices: their indices, separated by commas. None stands for the visible ones.
-    """
-
-    def __init__(self, devices: str | None = None):
-        self._devices = os.environ.get("CUDA_VISIBLE_DEVICES") if devices is None else devices
-        self.samples: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        """Times and bytes by the index of the device."""
-
-    def __enter__(self) -> "Memory":
-        query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
-        query += ["-i", self._devices] if self._devices else []
-        self._process = subprocess.Popen([*query, "-lms", str(SAMPLE_MS)], stdout=subprocess.PIPE, text=True)
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-        return self
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            index, used = line.split(",")
-            self.samples[index].append((time.time(), float(used) * 2**20))
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._thread.join()
-
-    def peaks(self, index: str, times: Iterable[Span]) -> dict[str, float]:
-        """Returns the greatest sample of a device within each phase, less the least of all."""
-        samples = self.samples[index]
-        idle = min(used for _, used in samples)
-        return {phase: most - idle for phase, most in peaks(samples, times).items()}
-
-
-def peaks(samples: Iterable[tuple[float, float]], times: Iterable[Span]) -> dict[str, float]:
-    """Returns the greatest sample of each phase. A sample arrives up to SAMPLE_MS after what it says was so."""
-    found: dict[str, float] = {}
-    for phase, start, end in times:
-        inside = [value for at, value in samples if start + SAMPLE_MS / 1000 <= at <= end]
-        if inside:
-            found[phase] = max(found.get(phase, 0.0), *inside)
-    return found
 
 
 def spans(timeline: Iterable[Mapping[str, Any]], *, of: str = "phases") -> Iterator[Span]:

@@ -36,10 +36,11 @@ from pathlib import Path
 from typing import Any
 
 from async_rl import follow, stop
+from device_memory import Memory, peaks
 from models_by_size import MODELS
 from peers.inputs import WORKLOADS, Workload, make_inputs
 from peers.settings import rlframe_settings, trl_settings, verl_async_settings, verl_settings
-from recipes import Memory, environment, peaks
+from recipes import environment
 from step_vs_trl import TrlSide
 from weight_sync import machine
 

@@ -5,11 +5,13 @@
     python examples/benchmarks/weight_sync.py 4b_bf16 4b_fp8 4b_fp8_cache --output result.json
     python examples/benchmarks/weight_sync.py 30b_ep2 30b_tp2 30b_split --output result.json
     python examples/benchmarks/weight_sync.py 30b_ep4 30b_tp4 30b_2_2 235b_cut --output result.json      # four GPUs
+    python examples/benchmarks/weight_sync.py 235b --output result.json                             # eight of 141 GB
 
 The engine is rlframe's own vLLM engine in its Ray actor, CUDA graphs on, weights random. The trainer side holds the
 parameters that Megatron ranks of the layout hold, in Megatron's shapes and in one buffer, as its data-parallel wrapper
 keeps them; optimizer and gradients are left out, so that the largest model fits beside its engine. Before every sync
-the parameters change, so that each sync has something to prove.
+the parameters change, so that each sync has something to prove. `peak_bytes` is the most that nvidia-smi says of each
+device, 20 times a second, in all of a case.
 """
 
 import argparse
@@ -25,10 +27,12 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import numpy as np
 import torch
+from device_memory import Memory
 from models_by_size import MODELS, make_model
 from weight_sync_parts import BenchmarkSources, adapter_of, floors
 
@@ -143,6 +147,14 @@ CASES = {
         colocate=True,
         syncs=(("d4|ffn:d1t1e4", "cuda_ipc"),),
     ),
+    # Two copies of 470 GB on eight devices of 141 GB.
+    "235b": Case(
+        model="qwen3_235b_a22b",
+        tp=8,
+        expert_parallel=True,
+        colocate=True,
+        syncs=(("d2t4|ffn:d1t1e8", "cuda_ipc"), ("d1t4p2|ffn:d1t1e4p2", "cuda_ipc")),
+    ),
     "tiny": Case(
         model="tiny_moe", tp=1, colocate=True, syncs=(("d1", "cuda_ipc"), ("d1", "reload"))
     ),
@@ -164,7 +176,9 @@ def main() -> None:
     for name in arguments.cases:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            result["cases"][name] = run_case(CASES[name], folder, arguments.logs or folder / "logs", speeds, stack)
+            memory = stack.enter_context(Memory()) if which("nvidia-smi") else None
+            case = run_case(CASES[name], folder, arguments.logs or folder / "logs", speeds, stack)
+            result["cases"][name] = case | {"peak_bytes": memory.most() if memory else {}}
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -50,7 +50,14 @@ from typing import Any
 import torch
 import yaml
 from models_by_size import MODELS, make_model
-from train_step_parts import flops_per_token, peak_memory, start_profile, stop_profile
+from train_step_parts import (
+    flops_per_token,
+    peak_memory,
+    start_operations,
+    start_profile,
+    stop_operations,
+    stop_profile,
+)
 
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.cluster import runtime
@@ -177,7 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of TrainConfig, YAML values"
     )
-    parser.add_argument("--profile", action="store_true", help="one more step, with seconds by group of kernels")
+    parser.add_argument("--profile", action="store_true", help="two more steps: seconds by group of kernels, then by operation")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"machine": machine(), "peak_tflops": PEAK_FLOPS / 1e12, "cases": {}}
     print(json.dumps(result["machine"]), flush=True)
@@ -250,9 +257,11 @@ def run_case(
         "matmul_floor": floor,
     }
     if profile:
-        on_workers(policy, start_profile)
-        policy.train(batch)
-        outcome["profile"] = on_workers(policy, stop_profile)[0]
+        recorders = {"profile": (start_profile, stop_profile), "operations": (start_operations, stop_operations)}
+        for name, (begin, end) in recorders.items():
+            on_workers(policy, begin)
+            policy.train(batch)
+            outcome[name] = on_workers(policy, end)[0]
     return outcome
 
 

@@ -127,6 +127,31 @@ def stop_profile(worker: Any) -> dict[str, Any]:
     return by_group(spans)
 
 
+def start_operations(worker: Any) -> None:
+    """Record the host's operations beside the kernels from now on, which slows the host down. Runs in a worker."""
+    activity = torch.profiler.ProfilerActivity
+    kinds = [activity.CPU, *([activity.CUDA] if torch.cuda.is_available() else [])]
+    worker.profiler = torch.profiler.profile(activities=kinds)
+    worker.profiler.start()
+
+
+def stop_operations(worker: Any) -> dict[str, dict[str, float]]:
+    """Times, milliseconds of the host and milliseconds of the device of the most frequent operations by name, without
+    those of operations that they call. In a worker."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    worker.profiler.stop()
+    most = sorted(worker.profiler.key_averages(), key=lambda operation: -operation.count)[:120]
+    return {
+        operation.key[:120]: {
+            "times": operation.count,
+            "host_ms": operation.self_cpu_time_total / 1e3,
+            "device_ms": getattr(operation, "self_device_time_total", 0.0) / 1e3,
+        }
+        for operation in most
+    }
+
+
 def by_group(spans: list[tuple[str, float, float]]) -> dict[str, Any]:
     """What `stop_profile` returns, from (name, start, end) in microseconds."""
     total, launches, names = defaultdict(float), defaultdict(int), defaultdict(float)

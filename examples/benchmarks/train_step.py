@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of TrainConfig, YAML values"
     )
-    parser.add_argument("--profile", action="store_true", help="two more steps: seconds by group of kernels, then by operation")
+    parser.add_argument("--profile", action="store_true", help="two more steps, by group of kernels and by operation")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"machine": machine(), "peak_tflops": PEAK_FLOPS / 1e12, "cases": {}}
     print(json.dumps(result["machine"]), flush=True)

@@ -73,7 +73,7 @@ class Classification(OfflineAlgorithm):
         return LossOutput(
             loss=loss,
             metrics={
-                "train/loss": Sum(float(loss.detach())),
+                "train/loss": Sum(loss.detach()),
                 "train/accuracy": masked_mean(right, weight > 0),
                 "train/nll_nats": masked_mean(nll.detach(), weight > 0),
             },

@@ -94,7 +94,7 @@ class Cpo(OfflineAlgorithm):
         if config.nll_coefficient:
             nll, metrics["train/nll_nats"] = preference.likelihood(logprobs, batch, config.likelihood_mean)
             loss = loss + config.nll_coefficient * nll
-        metrics["train/loss"] = Sum(float(loss.detach()))
+        metrics["train/loss"] = Sum(loss.detach())
         metrics["train/entropy_nats"] = masked_mean(policy.entropy, batch.loss_mask)
         return LossOutput(loss=loss, metrics=metrics)
 

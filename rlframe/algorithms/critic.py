@@ -36,7 +36,7 @@ class Critic(Algorithm):
         token_loss, clipped = clipped_value_loss(values, batch.values, batch.returns, clip=self.clip)
         loss = (weights * token_loss).sum()
         metrics = {
-            "train/loss": Sum(float(loss.detach())),
+            "train/loss": Sum(loss.detach()),
             "train/value_mean": masked_mean(values, batch.loss_mask),
             "train/return_mean": masked_mean(batch.returns, batch.loss_mask),
             "train/clip_fraction": masked_mean(clipped.float(), batch.loss_mask),

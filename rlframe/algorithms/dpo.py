@@ -192,7 +192,7 @@ class Dpo(OfflineAlgorithm):
         if config.rpo_alpha:
             nll, metrics["train/nll_nats"] = preference.likelihood(logprobs, batch, config.likelihood_mean)
             loss = loss + config.rpo_alpha * nll
-        metrics["train/loss"] = Sum(float(loss.detach()))
+        metrics["train/loss"] = Sum(loss.detach())
         metrics["train/entropy_nats"] = masked_mean(policy.entropy, batch.loss_mask)
         return LossOutput(loss=loss, metrics=metrics)
 

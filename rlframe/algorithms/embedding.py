@@ -22,7 +22,8 @@ from torch import Tensor
 from rlframe.algorithms.base import ForwardModel, OfflineAlgorithm
 from rlframe.ops.comparisons.contrast import info_nce, queries_and_candidates, similarities
 from rlframe.ops.sequences import last_outputs, sequence_weights
-from rlframe.types.results import LossOutput, Mean, Output, StateOutput, Sum
+from rlframe.ops.surrogate import masked_mean
+from rlframe.types.results import LossOutput, Output, StateOutput, Sum
 from rlframe.types.supervised import Contrasted, Role
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
@@ -119,13 +120,13 @@ class Embedding(OfflineAlgorithm):
         product = (batch.state_gradient * last_outputs(policy.states, batch)).sum(1)
         # The value is that of InfoNCE. The value of the product is meaningless; for cosines it is zero.
         loss = (weight * (batch.query_loss + product - product.detach())).sum()
-        ranks = batch.positive_rank[batch.positive_rank > 0]
+        ranks, ranked = batch.positive_rank, batch.positive_rank > 0
         return LossOutput(
             loss=loss,
             metrics={
-                "train/loss": Sum(float(loss.detach())),
-                "train/accuracy": Mean(float((ranks == 1).sum()), float(len(ranks))),
-                "train/reciprocal_rank": Mean(float((1 / ranks).sum()), float(len(ranks))),
+                "train/loss": Sum(loss.detach()),
+                "train/accuracy": masked_mean((ranks == 1).float(), ranked),
+                "train/reciprocal_rank": masked_mean(1 / ranks, ranked),
             },
         )
 

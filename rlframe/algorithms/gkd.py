@@ -143,7 +143,7 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
         if isinstance(batch, Batch):
             metrics |= engine_gap(policy.logprobs.detach() - batch.rollout_logprobs, mask & ~given)
         loss = (weights * token_loss).sum()
-        metrics["train/loss"] = Sum(float(loss.detach()))
+        metrics["train/loss"] = Sum(loss.detach())
         return LossOutput(loss=loss, metrics=metrics)
 
 

@@ -138,7 +138,7 @@ class Kto(OfflineAlgorithm):
         weight = sequence_weights(weights, batch)
         loss = (weight * of_sequence).sum()
         metrics = self._metrics(config.beta * ratios.detach(), distance.detach(), weight > 0, batch)
-        metrics["train/loss"] = Sum(float(loss.detach()))
+        metrics["train/loss"] = Sum(loss.detach())
         metrics["train/entropy_nats"] = masked_mean(policy.entropy, batch.loss_mask)
         return LossOutput(loss=loss, metrics=metrics)
 

@@ -17,7 +17,7 @@ from rlframe.ops.comparisons import preference
 from rlframe.ops.comparisons.preference import LikelihoodMean, pairs
 from rlframe.ops.sequences import sequence_sums
 from rlframe.ops.surrogate import masked_mean
-from rlframe.types.results import LossOutput, Mean, PolicyOutput, Sum
+from rlframe.types.results import LossOutput, PolicyOutput, Sum
 from rlframe.types.supervised import Preferences
 from rlframe.utils.bounds import Range, check_bounds
 
@@ -69,9 +69,9 @@ class Orpo(OfflineAlgorithm):
         loss = nll - (weight * config.odds_weight * logsigmoid(log_odds)).sum()
         counted = weight > 0
         metrics = preference.pair_metrics(config.odds_weight * means, logprobs, weights, batch) | {
-            "train/loss": Sum(float(loss.detach())),
+            "train/loss": Sum(loss.detach()),
             "train/nll_nats": nll_metric,
-            "train/log_odds_ratio": Mean(float(log_odds.detach()[counted].sum()), float(counted.sum())),
+            "train/log_odds_ratio": masked_mean(log_odds, counted),
             "train/entropy_nats": masked_mean(policy.entropy, batch.loss_mask),
         }
         return LossOutput(loss=loss, metrics=metrics)

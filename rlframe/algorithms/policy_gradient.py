@@ -421,7 +421,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         if config.entropy_coefficient:
             token_loss = token_loss - config.entropy_coefficient * policy.entropy
         loss = (weights * token_loss).sum()
-        metrics["train/loss"] = Sum(float(loss.detach()))
+        metrics["train/loss"] = Sum(loss.detach())
         return LossOutput(loss=loss, metrics=metrics)
 
     def kl_penalty(self, batch: Batch) -> Float[Tensor, " T"]:

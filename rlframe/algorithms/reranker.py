@@ -118,9 +118,9 @@ class Reranker(OfflineAlgorithm):
         relevant = counted & (batch.label > 0)
         ranks = first_relevant_ranks(scores.detach()[counted], relevant[counted], batch.group[counted])
         metrics = {
-            "train/loss": Sum(float(loss.detach())),
-            "train/accuracy": Mean(float((ranks == 1).sum()), float(len(ranks))),
-            "train/reciprocal_rank": Mean(float((1 / ranks).sum()), float(len(ranks))),
+            "train/loss": Sum(loss.detach()),
+            "train/accuracy": Mean((ranks == 1).sum(), len(ranks)),
+            "train/reciprocal_rank": Mean((1 / ranks).sum(), len(ranks)),
         }
         if self.config.loss is RerankerLoss.POINTWISE:
             right = (scores.detach() > 0) == (batch.label > 0.5)

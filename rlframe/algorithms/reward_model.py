@@ -66,7 +66,7 @@ class RewardModel(OfflineAlgorithm):
         return LossOutput(
             loss=loss,
             metrics={
-                "train/loss": Sum(float(loss.detach())),
+                "train/loss": Sum(loss.detach()),
                 "train/accuracy": masked_mean((chosen > rejected).float(), counted),
                 "train/reward_margin": masked_mean(chosen - rejected, counted),
                 "train/chosen_reward": masked_mean(chosen, counted),

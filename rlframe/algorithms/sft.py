@@ -71,7 +71,7 @@ class Sft(OfflineAlgorithm):
             token_loss = token_loss * policy.logprobs.detach().exp()
         loss = (weights * token_loss).sum()
         metrics: dict[str, Metric] = {
-            "train/loss": Sum(float(loss.detach())),
+            "train/loss": Sum(loss.detach()),
             "train/nll_nats": masked_mean(-policy.logprobs, batch.loss_mask),
             "train/entropy_nats": masked_mean(policy.entropy, batch.loss_mask),
         }

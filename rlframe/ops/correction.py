@@ -140,15 +140,16 @@ def engine_gap(log_ratio: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> dict
     k1 = -d and k3 = e^d - d - 1 with d = trainer - engine. `logprob_gap_exp_mean` is the mean of e^|d|, at least 1;
     NeMo RL calls it token_mult_prob_error and warns above 1.05.
     """
-    gap, count = log_ratio[mask].abs(), float(mask.sum())
+    inside, count = torch.where(mask, log_ratio, 0.0), mask.sum()
+    gap = inside.abs()
     # For a good engine k3 is 1e-14, which float32 rounds to noise.
-    d = log_ratio[mask].double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d = inside.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
-        "rollout/logprob_gap_mean_nats": Mean(float(gap.sum()), count),
-        "rollout/logprob_gap_max_nats": Peak(float(gap.max()) if gap.numel() else 0.0),
-        "rollout/logprob_gap_exp_mean": Mean(float(d.abs().exp().sum()), count),
-        "rollout/engine_kl_k1_nats": Mean(float(-d.sum()), count),
-        "rollout/engine_kl_k3_nats": Mean(float((d.expm1() - d).sum()), count),
+        "rollout/logprob_gap_mean_nats": Mean(gap.sum(), count),
+        "rollout/logprob_gap_max_nats": Peak(gap.max() if gap.numel() else 0.0),
+        "rollout/logprob_gap_exp_mean": Mean(torch.where(mask, d.abs().exp(), 0.0).sum(), count),
+        "rollout/engine_kl_k1_nats": Mean(-d.sum(), count),
+        "rollout/engine_kl_k3_nats": Mean((d.expm1() - d).sum(), count),
     }
 
 
@@ -158,9 +159,8 @@ def spread(weights: Float[Tensor, " T"], kept: Bool[Tensor, " T"], mask: Bool[Te
     `rollout/effective_fraction` is their effective number (sum w)^2 / sum w^2 (Kish 1965) divided by their number: 1 if
     all weigh the same, 1 / N if one outweighs all others. `rollout/masked_fraction` is the fraction that masks drop.
     """
-    inside = torch.where(kept, weights, 0.0)[mask].double()
-    count = float(mask.sum())
+    inside, count = torch.where(kept & mask, weights, 0.0).double(), mask.sum()
     return {
-        "rollout/effective_fraction": EffectiveSize(float(inside.sum()), float(inside.square().sum()), count),
-        "rollout/masked_fraction": Mean(float((~kept[mask]).sum()), count),
+        "rollout/effective_fraction": EffectiveSize(inside.sum(), inside.square().sum(), count),
+        "rollout/masked_fraction": Mean((mask & ~kept).sum(), count),
     }

@@ -165,4 +165,4 @@ def sequence_means(values: Float[Tensor, " T"], batch: Sequences) -> Float[Tenso
 
 def masked_mean(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Mean:
     """Returns the mean over True tokens, as a sum and a count that add up over any split."""
-    return Mean(float(values.detach()[mask].sum()), float(mask.sum()))
+    return Mean(torch.where(mask, values.detach(), 0.0).sum(), mask.sum())

@@ -82,7 +82,8 @@ class Sequences:
 
     def sequence_index(self) -> Int[Tensor, " T"]:
         """Returns [T] the index (0..R-1) of each token's sequence."""
-        return torch.repeat_interleave(self.lengths)
+        # A device that had to say how many there are would stop the host.
+        return torch.repeat_interleave(self.lengths, output_size=self.num_tokens)
 
     def units(self) -> Int[Tensor, " R"]:
         """Returns [R] the index of each sequence's unit. Sequences of one unit must share a micro-batch. Here each

@@ -1,9 +1,12 @@
 """Results of model forward passes, losses and workers."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -87,12 +90,16 @@ class Output(StrEnum):
     """A StateOutput; the model has no head."""
 
 
+Number = float | Tensor
+"""A number, or a tensor of one number, which a loss leaves on its device until `merge` fetches all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mean:
     """A metric as sum and count, so that partial results of any split add up to the same mean."""
 
-    total: float
-    count: float
+    total: Number
+    count: Number
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count)
@@ -100,14 +107,14 @@ class Mean:
     @property
     def value(self) -> float:
         """total / count, or 0.0 if nothing was counted."""
-        return self.total / self.count if self.count else 0.0
+        return float(self.total) / float(self.count) if self.count else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
     """A metric whose partial results combine by maximum."""
 
-    value: float
+    value: Number
 
     def __add__(self, other: "Peak") -> "Peak":
         return Peak(max(self.value, other.value))
@@ -117,7 +124,7 @@ class Peak:
 class Sum:
     """A metric whose partial results add up. Over several optimizer steps the mean is reported."""
 
-    value: float
+    value: Number
 
     def __add__(self, other: "Sum") -> "Sum":
         return Sum(self.value + other.value)
@@ -127,11 +134,11 @@ class Sum:
 class EffectiveSize:
     """The effective number of weighted samples divided by their number, from sums that add up over any split."""
 
-    total: float
+    total: Number
     """Sum of the weights."""
-    squares: float
+    squares: Number
     """Sum of the squared weights."""
-    count: float
+    count: Number
     """Number of weights."""
 
     def __add__(self, other: "EffectiveSize") -> "EffectiveSize":
@@ -140,16 +147,44 @@ class EffectiveSize:
     @property
     def value(self) -> float:
         """total^2 / squares / count, in [0, 1]. 0.0 if no weight is above 0."""
-        return self.total**2 / self.squares / self.count if self.squares else 0.0
+        return float(self.total) ** 2 / float(self.squares) / float(self.count) if self.squares else 0.0
 
 
 Metric = Mean | Peak | Sum | EffectiveSize
 
 
+def settled(metrics: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
+    """Returns the same metrics in plain numbers. All tensors of a dtype and a device are fetched at once.
+
+    A host that read a number right after a loss would wait for the device, and the device would then wait for the host.
+    """
+    waiting: defaultdict[tuple[Any, Any], list[Tensor]] = defaultdict(list)
+    for share in metrics:
+        for value in numbers(share):
+            waiting[value.dtype, value.device].append(value)
+    fetched = {key: iter(torch.stack(values).tolist()) for key, values in waiting.items()}
+
+    def plain(metric: Metric) -> Metric:
+        values = (getattr(metric, each.name) for each in fields(metric))
+        return type(metric)(
+            *(float(next(fetched[each.dtype, each.device])) if isinstance(each, Tensor) else each for each in values)
+        )
+
+    return [{key: plain(metric) for key, metric in share.items()} for share in metrics]
+
+
+def numbers(share: Mapping[str, Metric]) -> Iterator[Tensor]:
+    """Yields the tensors in metrics, in the order of their fields."""
+    for metric in share.values():
+        for each in fields(metric):
+            if isinstance(value := getattr(metric, each.name), Tensor):
+                yield value
+
+
 def merge(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Returns the metrics of one optimizer step, from those of its micro-batches on all ranks."""
+    """Returns the metrics of one optimizer step in plain numbers, from those of its micro-batches on all ranks."""
     merged: dict[str, Metric] = {}
-    for share in shares:
+    for share in settled(list(shares)):
         for key, metric in share.items():
             merged[key] = merged[key] + metric if key in merged else metric  # pyright: ignore[reportOperatorIssue]
     return merged

@@ -15,6 +15,7 @@ FILES = {
         "models/interpreted/fp8.py",
         "megatron/vocab/interpreted/vocab.py",
         "megatron/model/interpreted/swiglu.py",
+        "megatron/packed/interpreted/rows.py",
     ),
     "fla": ("megatron/packed/interpreted/delta.py",),
 }

@@ -377,6 +377,6 @@ def kept_logprobs(
 def average(steps: list[dict[str, Metric]]) -> dict[str, float]:
     """Returns one number per key over the optimizer steps of a batch: pooled means, greatest peaks, mean sums."""
     return {
-        key: metric.value / len(steps) if isinstance(metric, Sum) else metric.value
+        key: float(metric.value) / (len(steps) if isinstance(metric, Sum) else 1)
         for key, metric in merge(steps).items()
     }

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rlframe.megatron.memory.transfer import upload
 from rlframe.ops.packing import distribute, split_into_microbatches
 from rlframe.ops.prefixes import share_prefixes
 from rlframe.types.batch import Batch, Sequences
@@ -32,8 +33,8 @@ class Microbatch:
         """Returns the same on `device`."""
         if device.type == "cpu":
             return self
-        moved = self.batch.each(lambda value, _: value.to(device, non_blocking=True))
-        return Microbatch(batch=moved, weights=self.weights.to(device, non_blocking=True))
+        batch = self.batch.each(lambda value, _: upload(value, device))
+        return Microbatch(batch=batch, weights=upload(self.weights, device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -16,6 +17,7 @@ from torch.func import functional_call
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.watch.marks import mark
+from rlframe.megatron.memory.transfer import download, wait
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.model.mtp_loss import MtpLoss
@@ -209,11 +211,13 @@ def evaluate(
     """Returns the result of `read` for each micro-batch on the last stage, on the CPU, without gradients."""
 
     def collect(microbatch: Microbatch, inputs: PackedInputs, output: Tensor, non_loss_data: bool = True) -> Tensor:
-        return read(output, microbatch.batch, inputs).cpu()
+        return download(read(output, microbatch.batch, inputs))
 
     set_training(model, False)
     with torch.no_grad():
-        return run(model, microbatches, collect, forward_only=True)
+        results = run(model, microbatches, collect, forward_only=True)
+    wait()
+    return results
 
 
 def accumulate_gradients(
@@ -241,7 +245,8 @@ def accumulate_gradients(
         if mtp_loss and mtp_logits is not None:
             added, found = mtp_loss(mtp_logits, microbatch.batch, inputs, vocab_size=model.architecture.vocab_size)
             total, metrics = total + added, metrics | found
-        done = PassResult(metrics=metrics, kept_logprobs=kept_logprobs(outputs, microbatch.batch))
+        logprobs = torch.empty(0) if kept_in(microbatch.batch) is None else download(outputs.logprobs.detach())
+        done = PassResult(metrics=metrics, kept_logprobs=logprobs)
         # Megatron requires a token count; `finalize_gradients` never divides by it.
         return total, torch.ones((), dtype=torch.int, device=logits.device), done
 
@@ -249,7 +254,14 @@ def accumulate_gradients(
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     with deferred_head(model, when=algorithm.output is Output.TOKENS):
-        return run(model, microbatches, loss, forward_only=False, with_mtp=mtp_loss is not None)
+        results = run(model, microbatches, loss, forward_only=False, with_mtp=mtp_loss is not None)
+    if any(len(each.kept_logprobs) for each in results):
+        wait()
+    # Ranks of other stages have no results.
+    return [
+        replace(each, kept_logprobs=kept_logprobs(each.kept_logprobs, microbatch.batch))
+        for each, microbatch in zip(results, microbatches, strict=False)
+    ]
 
 
 def mtp_loss_of(model: Model, microbatches: list[Microbatch]) -> MtpLoss | None:
@@ -260,11 +272,15 @@ def mtp_loss_of(model: Model, microbatches: list[Microbatch]) -> MtpLoss | None:
     return MtpLoss.of(microbatches, factor=model.mtp.loss_scaling_factor, device=device)
 
 
-def kept_logprobs(outputs: Any, batch: Sequences) -> Float[Tensor, " T_kept"]:
-    """Returns [T_kept] nats of the sequences of a micro-batch that are marked as kept, on the CPU."""
-    if not isinstance(batch, TrainBatch) or batch.kept is None:
-        return torch.empty(0)
-    return outputs.logprobs.detach()[torch.repeat_interleave(batch.kept, batch.lengths)].cpu()
+def kept_in(batch: Sequences) -> Bool[Tensor, " R"] | None:
+    """Returns [R] the mark of the sequences whose logprobs are wanted after the pass, if there is one."""
+    return batch.kept if isinstance(batch, TrainBatch) else None
+
+
+def kept_logprobs(logprobs: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " T_kept"]:
+    """Returns [T_kept] nats of the sequences of a micro-batch that are marked as kept. All are on the CPU."""
+    kept = kept_in(batch)
+    return torch.empty(0) if kept is None else logprobs[torch.repeat_interleave(kept, batch.lengths)]
 
 
 def measure(
@@ -353,10 +369,11 @@ def run(
 
     def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
         mark(f"forward {next(numbers)} of {len(microbatches) * len(model.chunks)} micro-batches")
-        microbatch = next(iterator).to(device)
+        microbatch = next(iterator)
         inputs = PackedInputs.of(
             microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank(), dynamic=model.dynamic
-        )
+        ).to(device)
+        microbatch = microbatch.to(device)
         if model.dynamic and inputs.packing.local_cp_size is None:
             # The micro-batch before may have had whole sequences.
             inputs.packing.cp_group, inputs.packing.local_cp_size = context, context.size()

@@ -54,7 +54,7 @@ class MtpLoss:
         whole = inputs.gathered(logprobs, parallel_state.get_context_parallel_group())
         wanted = predicted(batch)
         nats = -(whole * wanted).sum()
-        metrics: dict[str, Metric] = {"train/mtp_loss": Mean(float(nats.detach()), float(wanted.sum()))}
+        metrics: dict[str, Metric] = {"train/mtp_loss": Mean(nats.detach(), wanted.sum())}
         return nats * (self.factor / max(self.predictions, 1.0)), metrics
 
 

@@ -23,6 +23,7 @@ from rlframe.megatron.cpu.attention import PackedAttention, RmsNorm
 from rlframe.megatron.cpu.local_layers import ExpertOutput, WholeLinear, clamped_glu
 from rlframe.megatron.model.architecture_fields import special_fields, yarn_attributes
 from rlframe.megatron.model.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from rlframe.megatron.model.layers.head_norm import HeadNorm
 from rlframe.megatron.model.layers.parts import set_parts
 from rlframe.megatron.model.layers.sparse_attention import SparseLatentAttention
 from rlframe.megatron.model.layers.whole_norms import KeyNorm, QueryNorm
@@ -157,6 +158,8 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
                 make_sparse(architecture, attention)
             if architecture.whole_qk_norm:
                 attention.submodules.q_layernorm, attention.submodules.k_layernorm = QueryNorm, KeyNorm
+            elif architecture.qk_norm and not config.layernorm_zero_centered_gamma:
+                attention.submodules.q_layernorm = attention.submodules.k_layernorm = HeadNorm
         return block
     offset = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)

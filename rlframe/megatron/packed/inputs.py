@@ -1,15 +1,16 @@
 """A micro-batch as input of the model."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rlframe.megatron.memory.transfer import upload
 from rlframe.megatron.packed.context_parallel import gather_rows, rows_of_ranks, whole_on_ranks
-from rlframe.megatron.packed.shared_prompts import SharedPrompts
+from rlframe.megatron.packed.shared_prompts import SharedPrompts, bounds_of, packing_on
 from rlframe.types.batch import Sequences
 
 
@@ -38,12 +39,12 @@ class PackedInputs:
     def of(
         cls, batch: Sequences, multiple: int, *, cp_size: int = 1, cp_rank: int = 0, dynamic: bool = False
     ) -> "PackedInputs":
-        """Returns `batch` padded so that each rank has a multiple of `multiple` tokens, at least one.
+        """Returns `batch`, which is on the CPU, padded so that each rank has a multiple of `multiple` tokens, at least
+        one.
 
         Args:
             dynamic: whether sequences are whole on ranks where that is even enough.
         """
-        device = batch.token_ids.device
         if batch.shared is not None:
             assert cp_size == 1, "refused by config.check"
             return cls._shared(batch, batch.shared, multiple)
@@ -52,7 +53,7 @@ class PackedInputs:
         lengths = padded_lengths(batch, multiple, cp_size)
         bounds = bounds_of(lengths)
         shift = bounds[: batch.num_sequences] - torch.cumsum(batch.lengths, 0) + batch.lengths
-        rows = torch.arange(batch.num_tokens, device=device) + torch.repeat_interleave(shift, batch.lengths)
+        rows = torch.arange(batch.num_tokens) + torch.repeat_interleave(shift, batch.lengths)
         if cp_size > 1:
             rows = torch.argsort(rows_of_ranks(bounds, cp_size))[rows]
         return cls._cut(batch, rows, packing_of(bounds, padded=cp_size > 1), int(bounds[-1]), cp_size, cp_rank)
@@ -68,7 +69,7 @@ class PackedInputs:
                 place += lengths[index]
         starts = torch.cumsum(batch.lengths, 0) - batch.lengths
         shift = torch.repeat_interleave(batch.lengths.new_tensor(firsts) - starts, batch.lengths)
-        rows = torch.arange(batch.num_tokens, device=shift.device) + shift
+        rows = torch.arange(batch.num_tokens) + shift
         own = [lengths[index] for index in parts[cp_rank]]
         own += [size - sum(own)] if size > sum(own) else []
         packing = packing_of(bounds_of(batch.lengths.new_tensor(own)), padded=False)
@@ -87,17 +88,26 @@ class PackedInputs:
         lengths = padded_lengths(batch, multiple, 1)
         bounds = bounds_of(lengths)
         first_rows, starts = bounds[: batch.num_sequences].long(), torch.cumsum(batch.lengths, 0) - batch.lengths
-        numbers = torch.arange(batch.num_sequences, device=shared.device)
+        numbers = torch.arange(batch.num_sequences)
         heads = torch.where(shared == 0, numbers, 0).cummax(0).values if len(numbers) else numbers
 
         def by_token(values: Tensor) -> Tensor:
             return torch.repeat_interleave(values, batch.lengths)
 
-        positions = torch.arange(batch.num_tokens, device=shared.device) - by_token(starts)
+        positions = torch.arange(batch.num_tokens) - by_token(starts)
         rows = positions + by_token(first_rows - shared)
         rows = torch.where(positions < by_token(shared), positions + by_token(first_rows[heads]), rows)
         return cls._cut(
             batch, rows, SharedPrompts.of(rows, positions, batch.lengths, bounds).on_one_row(), int(bounds[-1]), 1, 0
+        )
+
+    def to(self, device: torch.device) -> "PackedInputs":
+        """Returns the same on `device`."""
+        return replace(
+            self,
+            token_ids=upload(self.token_ids, device),
+            rows=upload(self.rows, device),
+            packing=packing_on(self.packing, device),
         )
 
     def own(self, values: Tensor) -> Tensor:
@@ -148,15 +158,10 @@ def ahead(values: Tensor, lengths: Tensor, steps: int) -> Tensor:
         values: [T] value of each token.
         lengths: [R] number of tokens of each sequence.
     """
-    ends = torch.repeat_interleave(torch.cumsum(lengths, 0), lengths)
+    ends = torch.repeat_interleave(torch.cumsum(lengths, 0), lengths, output_size=len(values))
     there = torch.arange(len(values), device=values.device) + steps
     inside = there < ends
     return torch.where(inside, values[torch.where(inside, there, 0)], values.new_zeros(()))
-
-
-def bounds_of(lengths: Tensor) -> Tensor:
-    """Returns [R + 1] int32 bounds of sequences that follow one another."""
-    return torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
 
 
 def packing_of(bounds: Tensor, *, padded: bool) -> PackedSeqParams:

@@ -7,7 +7,7 @@ are about single tokens. The mathematics is that of sequences computed apart, an
 shared key are the sum over the sequences that read it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from rlframe.megatron.memory.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class SharedPrompts:
     """[K] row of each token of each sequence: shared rows are there once for each sequence. Then the padding's."""
     bounds: PackedSeqParams
     """Bounds of the sequences among the rows (queries), and in `keys`."""
+    readers: Tensor
+    """[K] int32 the places in `keys` of row 0, then those of row 1, and so on."""
+    starts: Tensor
+    """[T_padded + 1] int32 bounds of the rows in `readers`."""
 
     @classmethod
     def of(cls, rows: Tensor, positions: Tensor, lengths: Tensor, bounds: Tensor) -> "SharedPrompts":
@@ -39,15 +45,18 @@ class SharedPrompts:
             bounds: [R + 1, or R + 2 with padding] bounds of the sequences among the rows.
         """
         num_rows, filling = int(bounds[-1]), int(bounds[-1] - bounds[len(lengths)])
-        padding = torch.arange(num_rows - filling, num_rows, device=rows.device)
+        padding = torch.arange(num_rows - filling, num_rows)
         key_lengths = torch.cat([lengths, lengths.new_tensor([filling])]) if filling else lengths
+        keys = torch.cat([rows, padding])
         return cls(
             positions=positions.new_zeros(num_rows).index_put((rows,), positions),
-            keys=torch.cat([rows, padding]),
+            keys=keys,
+            readers=torch.argsort(keys, stable=True).to(torch.int32),
+            starts=bounds_of(torch.bincount(keys, minlength=num_rows)),
             bounds=PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=bounds,
-                cu_seqlens_kv=torch.nn.functional.pad(torch.cumsum(key_lengths, 0), (1, 0)).to(torch.int32),
+                cu_seqlens_kv=bounds_of(key_lengths),
                 max_seqlen_q=int(bounds.diff().max()),
                 max_seqlen_kv=int(key_lengths.max()),
             ),
@@ -62,6 +71,30 @@ class SharedPrompts:
         )
         packing.shared_prompts = self
         return packing
+
+
+def bounds_of(lengths: Tensor) -> Tensor:
+    """Returns [R + 1] int32 bounds of parts that follow one another."""
+    return torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
+
+
+def packing_on(packing: PackedSeqParams, device: torch.device) -> PackedSeqParams:
+    """Returns the same bounds on `device`, with those of shared prompts. Bounds that are one tensor remain one, by
+    which Transformer Engine knows that there is no padding between sequences."""
+    bounds = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    held = {name: value for name in bounds if (value := getattr(packing, name)) is not None}
+    there = {id(value): upload(value, device) for value in held.values()}
+    moved = replace(packing, **{name: there[id(value)] for name, value in held.items()})
+    shared = getattr(packing, "shared_prompts", None)
+    if shared is not None:
+        moved.shared_prompts = SharedPrompts(
+            positions=upload(shared.positions, device),
+            keys=upload(shared.keys, device),
+            readers=upload(shared.readers, device),
+            starts=upload(shared.starts, device),
+            bounds=packing_on(shared.bounds, device),
+        )
+    return moved
 
 
 class Mask(Enum):
@@ -93,7 +126,7 @@ def _take_keys(module: Any, arguments: tuple[Any, ...], options: dict[str, Any])
     if shared is None:
         return None
     query, key, value, *rest = arguments
-    key, value = (TakeRows.apply(each, shared.keys) for each in (key, value))
+    key, value = (TakeRows.apply(each, shared) for each in (key, value))
     return (query, key, value, *rest), options | {
         "packed_seq_params": shared.bounds,
         "attn_mask_type": Mask.padding_causal_bottom_right,
@@ -104,15 +137,19 @@ class TakeRows(torch.autograd.Function):
     """Rows of a tensor, some of them several times. Gradients are added up in float32."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, rows: Tensor) -> Tensor:
-        """Returns [K, ...] from values [T, ...] and rows [K]."""
-        ctx.save_for_backward(rows)
-        ctx.num_rows = len(values)
-        return values.index_select(0, rows)
+    def forward(ctx: Any, values: Tensor, shared: SharedPrompts) -> Tensor:
+        """Returns [K, ...] the rows `shared.keys` of values [T_padded, ...]."""
+        ctx.shared = shared
+        return values.index_select(0, shared.keys)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Returns the gradient of values."""
-        (rows,) = ctx.saved_tensors
-        total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32)
-        return total.index_add_(0, rows, grad.float()).to(grad.dtype), None
+        shared: SharedPrompts = ctx.shared
+        if grad.is_cuda:
+            # Without Triton this module can still be imported.
+            from rlframe.megatron.packed.row_kernels import row_sums  # noqa: PLC0415
+
+            return row_sums(grad, shared.readers, shared.starts), None
+        total = grad.new_zeros(len(shared.positions), *grad.shape[1:], dtype=torch.float32)
+        return total.index_add_(0, shared.keys, grad.float()).to(grad.dtype), None

@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from rlframe.ops.comparisons.f_divergence import FDivergence, scores
 from rlframe.ops.sequences import sequence_sums, sequence_weights
+from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Sequences
 from rlframe.types.results import Mean, Metric, PolicyOutput
 from rlframe.types.supervised import Preferences
@@ -58,6 +59,7 @@ class PairLoss(StrEnum):
     """The loss of sigmoid, of means over tokens."""
 
 
+SPLIT = "a pair was split"
 SORTING = (PairLoss.AOT, PairLoss.AOT_UNPAIRED)
 """Losses that compare a pair with others of the step."""
 UNSCORED = (
@@ -318,11 +320,11 @@ def likelihood(
     assert batch.likelihood_weight is not None
     tokens = sequence_sums(torch.ones_like(batch.token_ids, dtype=torch.float32), batch)
     counted = batch.chosen & (tokens > 0)
-    nll, tokens = -logprobs.detach()[counted], tokens[counted]
+    nll = torch.where(counted, -logprobs.detach(), 0.0)
     if mean is LikelihoodMean.TOKENS:
-        metric = Mean(float(nll.sum()), float(tokens.sum()))
+        metric = Mean(nll.sum(), torch.where(counted, tokens, 0.0).sum())
     else:
-        metric = Mean(float((nll / tokens).sum()), float(len(nll)))
+        metric = Mean((nll / tokens.clamp(min=1)).sum(), counted.sum())
     return -(batch.likelihood_weight * logprobs).sum(), metric
 
 
@@ -377,9 +379,8 @@ def pair_metrics(
         logprobs: the policy's logprobs, summed over the responses' tokens.
     """
     counted = pair_weights(weights, batch) > 0
-    count = float(counted.sum())
-    chosen, rejected = (side[counted] for side in pairs(rewards.detach(), batch))
-    chosen_logprobs, rejected_logprobs = (side[counted] for side in pairs(logprobs.detach(), batch))
+    chosen, rejected = pairs(rewards.detach(), batch)
+    chosen_logprobs, rejected_logprobs = pairs(logprobs.detach(), batch)
     values = {
         "train/accuracy": (chosen > rejected).float(),
         "train/reward_margin": chosen - rejected,
@@ -388,7 +389,7 @@ def pair_metrics(
         "train/chosen_logprob_nats": chosen_logprobs,
         "train/rejected_logprob_nats": rejected_logprobs,
     }
-    return {key: Mean(float(value.sum()), count) for key, value in values.items()}
+    return {key: masked_mean(value, counted) for key, value in values.items()}
 
 
 def mismatched(batch: Sequences) -> Sequences:
@@ -419,8 +420,10 @@ def _rows(batch: Preferences) -> tuple[Tensor, Tensor]:
     """Returns [N] the index of the chosen sequence of each pair, and [N] that of its rejected one."""
     order = torch.argsort(batch.pair * 2 + (~batch.chosen).long())
     chosen, rejected = order[0::2], order[1::2]
-    whole = len(order) % 2 == 0 and torch.equal(batch.pair[chosen], batch.pair[rejected])
-    assert whole and bool((batch.chosen[chosen] & ~batch.chosen[rejected]).all()), "a pair was split"
+    assert len(order) % 2 == 0, SPLIT
+    whole = (batch.pair[chosen] == batch.pair[rejected]) & batch.chosen[chosen] & ~batch.chosen[rejected]
+    # A GPU looks at it when it gets there; the host does not wait.
+    torch._assert_async(whole.all(), SPLIT)
     return chosen, rejected
 
 

@@ -145,8 +145,8 @@ def wrongly_shared(mutation: str) -> Iterator[None]:
     from rlframe.megatron.packed import shared_prompts  # noqa: PLC0415 - see on_rank
 
     def first_only(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        first = torch.tensor([rows.tolist().index(row) for row in range(ctx.num_rows)])
+        rows = ctx.shared.keys.tolist()
+        first = torch.tensor([rows.index(row) for row in range(len(ctx.shared.positions))])
         return grad[first], None
 
     def from_zero(cls: Any, rows: Tensor, positions: Tensor, lengths: Tensor, bounds: Tensor) -> Any:

@@ -164,7 +164,8 @@ def offline(config: VllmConfig, *, cuda: bool, **start: Any) -> Callable[[], tup
         from vllm import LLM, EngineArgs
 
         arguments = engine_arguments(config, cuda=cuda, **start)
-        engine = LLM(**{each.name: getattr(arguments, each.name) for each in fields(EngineArgs)})
+        own = {"scheduler_cls": None}
+        engine = LLM(**{each.name: getattr(arguments, each.name) for each in fields(EngineArgs)} | own)
 
         def close() -> None:
             engine.llm_engine.engine_core.shutdown()

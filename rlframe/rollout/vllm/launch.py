@@ -33,6 +33,7 @@ WORKER = {True: ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
 WORKERS_START = "vllm.v1.executor.multiproc_executor"
 """Module of vLLM that starts the workers of several devices."""
 EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
+SCHEDULER = "rlframe.rollout.vllm.scheduler.scheduler"
 HEAD_IN_FLOAT32 = {"head_dtype": "float32"}
 """Entries of vLLM's `hf_overrides` that keep logits in float32: the weight stays as it is (vLLM 0.26 to 0.32,
 `LogitsProcessor._apply_head`)."""
@@ -117,6 +118,7 @@ def engine_arguments(
         "load_format": "rlframe",
         "model_loader_extra_config": loader,
         "worker_extension_cls": EXTENSION,
+        "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
     }
     if not config.compile and not config.enforce_eager:

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from models_by_size import MODELS, make_model
 from rollout_vs_engine import offline, plain, random_requests
@@ -80,7 +81,9 @@ def seconds_of(number: int, folder: Path, arguments: argparse.Namespace) -> dict
             seconds.append(time.perf_counter() - begun)
     finally:
         for process in processes:
-            process.kill()
+            # vLLM's core is a process of its own, and would keep the memory of the device.
+            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                each.kill()
             process.join()
     tokens = arguments.requests * arguments.responses
     median = statistics.median(seconds[1:])

@@ -352,7 +352,7 @@ def test_a_teacher_of_its_own_says_of_the_policys_own_samples_what_the_policy_sa
 LEARNING = {
     # A student that knows nothing, on the data's responses alone.
     "model.random_init": "true", "algorithm.on_policy_fraction": 0, "train.optimizer.lr": 3e-3, "steps": 4,
-    "~reward": "exact_match", "~rollout": "transformers",
+    "~reward": "exact_match", "~rollout": "transformers", "~rollout.max_tokens": 8,
 }  # fmt: skip
 
 

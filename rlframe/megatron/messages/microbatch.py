@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlframe.megatron.memory.transfer import upload
+from rlframe.megatron.transfer import upload
 from rlframe.ops.packing import distribute, split_into_microbatches
 from rlframe.ops.prefixes import share_prefixes
 from rlframe.types.batch import Batch, Sequences

@@ -17,12 +17,12 @@ from torch.func import functional_call
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.cluster.watch.marks import mark
-from rlframe.megatron.memory.transfer import download, wait
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.megatron.model.model import Model
 from rlframe.megatron.model.mtp_loss import MtpLoss
 from rlframe.megatron.model.training_fields import token_multiple
 from rlframe.megatron.packed.inputs import PackedInputs
+from rlframe.megatron.transfer import download, wait
 from rlframe.megatron.vocab import top_k
 from rlframe.megatron.vocab.chunked_head import ChunkedHead
 from rlframe.megatron.vocab.divergence import divergence as whole_divergence

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlframe.megatron.memory.transfer import upload
+from rlframe.megatron.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)

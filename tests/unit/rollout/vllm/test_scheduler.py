@@ -1,40 +1,46 @@
 """The short way of the scheduler against vLLM's own cache manager: the same blocks, and the same hits afterwards."""
 
+import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.request import Request
 
 from rlframe.rollout.vllm.scheduler import MARGIN, scheduler, shorten
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
 
 SIZE, PROMPTS, RESPONSE = 8, (21, 16, 40), 50
 
 
-def manager(**layers: Any) -> KVCacheManager:
-    """A manager of a cache of 200 blocks."""
+def manager(*, window: int | None = None) -> Any:
+    """vLLM's manager of a cache of 200 blocks."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
     shape = {"block_size": SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    specs = [kind(**shape, **options) for kind, options in layers.get("specs", [(FullAttentionSpec, {})])]
-    groups = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(specs)]
-    config = KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups)
+    spec = SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
+    config = KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     return KVCacheManager(config, max_model_len=200, scheduler_block_size=SIZE, hash_block_size=SIZE)
 
 
-def request(name: str, tokens: list[int]) -> Request:
+def request(name: str, tokens: list[int]) -> Any:
+    """vLLM's request."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
     hasher = get_request_block_hasher(SIZE, sha256)
     return Request(name, tokens, SamplingParams(max_tokens=RESPONSE), None, block_hasher=hasher)
 
 
-def decode(cache: KVCacheManager, *, lag: int) -> tuple[list[Any], list[int]]:
+def decode(cache: Any, *, lag: int) -> tuple[list[Any], list[int]]:
     """The blocks of every step, and the tokens that are found in the cache afterwards. Tokens are known `lag` steps
     after they were scheduled, as with steps in flight."""
     requests = [
@@ -61,11 +67,10 @@ def decode(cache: KVCacheManager, *, lag: int) -> tuple[list[Any], list[int]]:
 
 @pytest.mark.parametrize("lag", [0, 1, MARGIN])
 def test_the_short_way_takes_the_same_blocks(lag: int) -> None:
-    init_none_hash(sha256)
     asked = []
     short = manager()
     own = short.coordinator.allocate_new_blocks
-    short.coordinator.allocate_new_blocks = lambda *rest: asked.append(1) or own(*rest)  # type: ignore[method-assign]
+    short.coordinator.allocate_new_blocks = lambda *rest: asked.append(1) or own(*rest)
     assert shorten(short, lookahead=0)
     blocks, hits = decode(short, lag=lag)
     assert (blocks, hits) == decode(manager(), lag=lag)
@@ -76,7 +81,7 @@ def test_the_short_way_takes_the_same_blocks(lag: int) -> None:
 
 def test_other_layers_and_drafts_are_left_as_they_are() -> None:
     assert not shorten(manager(), lookahead=2)
-    assert not shorten(manager(specs=[(SlidingWindowSpec, {"sliding_window": 16})]), lookahead=0)
+    assert not shorten(manager(window=16), lookahead=0)
 
 
 def test_vllms_own_class_is_made_for_the_configuration() -> None:

@@ -423,7 +423,7 @@ def _rows(batch: Preferences) -> tuple[Tensor, Tensor]:
     assert len(order) % 2 == 0, SPLIT
     whole = (batch.pair[chosen] == batch.pair[rejected]) & batch.chosen[chosen] & ~batch.chosen[rejected]
     # A GPU looks at it when it gets there; the host does not wait.
-    torch._assert_async(whole.all(), SPLIT)
+    torch.ops.aten._assert_async.msg(whole.all(), SPLIT)
     return chosen, rejected
 
 

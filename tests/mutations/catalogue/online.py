@@ -126,7 +126,7 @@ MUTATIONS: list[Mutation] = [
             "torch.where(batch.loss_mask, values, 0.0))\n    counts",
             "values)\n    counts",
         ),
-        ("a metric's mean over all tokens", "float(mask.sum()))", "float(mask.numel()))"),
+        ("a metric's mean over all tokens", "0.0).sum(), mask.sum())", "0.0).sum(), mask.numel())"),
     ),
     *faults(
         "rlframe/ops/kl.py",
@@ -209,7 +209,7 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/ops/correction.py",
         "tests/unit/algorithms/test_grpo.py",
-        ("the gap's k1 has the other sign", "Mean(float(-d.sum()), count)", "Mean(float(d.sum()), count)"),
+        ("the gap's k1 has the other sign", "Mean(-d.sum(), count)", "Mean(d.sum(), count)"),
     ),
     *faults(
         "rlframe/algorithms/correction.py",

@@ -50,8 +50,22 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/megatron/driver/test_policy.py",
         (
             "sums are added over steps",
-            "metric.value / len(steps) if isinstance(metric, Sum)",
-            "metric.value if isinstance(metric, Sum)",
+            "float(metric.value) / (len(steps) if isinstance(metric, Sum) else 1)",
+            "float(metric.value)",
         ),
+    ),
+    *faults(
+        "rlframe/types/results.py",
+        "tests/contracts/test_losses_read_no_number.py",
+        (
+            "micro-batches' numbers change places",
+            "for share in metrics:\n        for value in numbers(share)",
+            "for share in reversed(metrics):\n        for value in numbers(share)",
+        ),
+    ),
+    *faults(
+        "rlframe/ops/surrogate.py",
+        "tests/contracts/test_losses_read_no_number.py",
+        ("a metric is read off the device", "0.0).sum(), mask.sum())", "0.0).sum(), float(mask.sum()))"),
     ),
 ]

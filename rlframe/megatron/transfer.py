@@ -20,7 +20,7 @@ def download(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
-def wait() -> None:
-    """Waits for the stream, and so for all downloads."""
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
+def wait(device: torch.device) -> None:
+    """Waits for the stream of `device`, and so for all downloads from it. Does nothing for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

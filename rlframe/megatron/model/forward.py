@@ -216,7 +216,7 @@ def evaluate(
     set_training(model, False)
     with torch.no_grad():
         results = run(model, microbatches, collect, forward_only=True)
-    wait()
+    wait(device_of(model))
     return results
 
 
@@ -256,7 +256,7 @@ def accumulate_gradients(
     with deferred_head(model, when=algorithm.output is Output.TOKENS):
         results = run(model, microbatches, loss, forward_only=False, with_mtp=mtp_loss is not None)
     if any(len(each.kept_logprobs) for each in results):
-        wait()
+        wait(device_of(model))
     # Ranks of other stages have no results.
     return [
         replace(each, kept_logprobs=kept_logprobs(each.kept_logprobs, microbatch.batch))
@@ -268,8 +268,7 @@ def mtp_loss_of(model: Model, microbatches: list[Microbatch]) -> MtpLoss | None:
     """Returns the loss of the head for multi-token prediction in an optimizer step, or None if it is not trained."""
     if model.mtp is None:
         return None
-    device = next(iter(model.parameters.values())).device
-    return MtpLoss.of(microbatches, factor=model.mtp.loss_scaling_factor, device=device)
+    return MtpLoss.of(microbatches, factor=model.mtp.loss_scaling_factor, device=device_of(model))
 
 
 def kept_in(batch: Sequences) -> Bool[Tensor, " R"] | None:
@@ -310,6 +309,11 @@ def measure(
 def deferred_head(model: Model, *, when: bool = True) -> AbstractContextManager[None]:
     """Returns the context in which `model.head`, if there is one, computes the logits by chunks."""
     return model.head.deferred() if model.head and when else nullcontext()
+
+
+def device_of(model: Model) -> torch.device:
+    """Returns the device of this rank's part of the model."""
+    return next(iter(model.parameters.values())).device
 
 
 def set_training(model: Model, training: bool) -> None:
@@ -358,8 +362,7 @@ def run(
     """
     multiple = model.config.tensor_model_parallel_size * token_multiple(model.config)
     context = parallel_state.get_context_parallel_group()
-    device = next(iter(model.parameters.values())).device
-    count = len(microbatches)
+    device, count = device_of(model), len(microbatches)
     if len(model.chunks) > 1:
         # The interleaved schedule takes micro-batches in groups of as many as there are stages.
         filling = -count % model.config.pipeline_model_parallel_size

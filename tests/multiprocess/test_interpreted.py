@@ -16,6 +16,7 @@ FILES = {
         "megatron/vocab/interpreted/vocab.py",
         "megatron/model/interpreted/swiglu.py",
         "megatron/packed/interpreted/rows.py",
+        "rollout/vllm/interpreted/shared_prompts.py",
     ),
     "fla": ("megatron/packed/interpreted/delta.py",),
 }

@@ -54,15 +54,17 @@ class RecordingLoader(DefaultModelLoader):
     """Loads safetensors with vLLM's own loader and records where every tensor lands; loads random weights, and what
     quantised ones stand for, on the same path.
 
-    `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`; `warm_up`,
-    for `warm_up_with`; `routes`, for a `RouteCapture`; `mtp`, if vLLM drafts with the head for multi-token
-    prediction: whether weight sync brings it; `as_loaded`, for `keep_as_loaded`; and `engine_format`, in which matrices
-    are held.
+    `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`;
+    `share_prompts`, for the function of that name; `warm_up`, for `warm_up_with`; `routes`, for a `RouteCapture`;
+    `mtp`, if vLLM drafts with the head for multi-token prediction: whether weight sync brings it; `as_loaded`, for
+    `keep_as_loaded`; and `engine_format`, in which matrices are held.
     """
 
     def __init__(self, load_config: Any):
         load_config = copy.copy(load_config)
         settings = dict(load_config.model_loader_extra_config)
+        if settings.pop("share_prompts", False):
+            share_prompts()
         self._random_seed: int | None = settings.pop("random_seed", None)
         self._warm_up: dict[str, Any] | None = settings.pop("warm_up", None)
         self._with_routes: bool = settings.pop("routes", False)
@@ -167,6 +169,15 @@ def capture_of(model: Any, vllm_config: Any) -> RouteCapture | None:
         Routers.of(load_family(folder).architecture(read_config(folder))),
         num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
+
+
+def share_prompts() -> None:
+    """Lets decode steps read the tokens that sequences share once, wherever vLLM chooses FlashAttention. Its layers ask
+    for their kernels when the model is made, after the loader."""
+    # FlashAttention's module needs a GPU.
+    from rlframe.rollout.vllm.attention.backend import register
+
+    register()
 
 
 def keep_as_loaded() -> None:

@@ -1,0 +1,185 @@
+"""Attention of a decode step by the items of a plan, and the joining of their results, on a GPU (Triton)."""
+
+# Inside a kernel the language is Triton's: annotations are its own types, and constants are compile-time values.
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlframe.rollout.vllm.attention.plan import Plan, rows_of_item
+
+TOKENS = 64
+"""Keys that a program reads at once, of heads of up to 128 numbers."""
+WARPS = 4
+NARROW, WIDE = (4, 2), (3, 3)
+"""Programs for each of the GPU's processors, and stages of a program's loads, of items of up to 16 queries and of more.
+Measured on an H100 (docs/engines.md)."""
+
+
+@triton.jit
+def _attend(
+    q,
+    k,
+    v,
+    tables,
+    order,
+    items,
+    count,
+    partial,
+    logsumexps,
+    scale,
+    q_row,
+    q_head,
+    kv_page,
+    kv_token,
+    kv_head,
+    width,
+    heads,
+    programs,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Computes items, each for one head of keys and values."""
+    query = tl.arange(0, QUERIES)
+    col = tl.arange(0, SIZE)
+    for work in range(tl.program_id(0), tl.load(count) * heads, programs):
+        item, head = items + (work // heads) * 5, work % heads
+        place, rows = tl.load(item), tl.load(item + 1)
+        begin, end, slot = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
+        row, q_of = query // GROUP, head * GROUP + query % GROUP
+        used = row < rows
+        request = tl.load(order + place + row, mask=used, other=0).to(tl.int64)
+        queries = tl.load(q + (request * q_row + q_of * q_head)[:, None] + col[None, :], mask=used[:, None], other=0.0)
+        table = tables + tl.load(order + place).to(tl.int64) * width
+        top = tl.full((QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        result = tl.zeros((QUERIES, SIZE), tl.float32)
+        for first in range(begin, end, TOKENS):
+            token = first + tl.arange(0, TOKENS)
+            inside = token < end
+            page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
+            at = page * kv_page + (token % PAGE) * kv_token + head * kv_head
+            keys = tl.load(k + at[None, :] + col[:, None], mask=inside[None, :], other=0.0)
+            scores = tl.where(inside[None, :], tl.dot(queries, keys) * scale, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            shares, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+            values = tl.load(v + at[:, None] + col[None, :], mask=inside[:, None], other=0.0)
+            result = result * shrink[:, None] + tl.dot(shares.to(values.dtype), values)
+            total = total * shrink + tl.sum(shares, 1)
+            top = new_top
+        at = (slot + row).to(tl.int64) * heads * GROUP + q_of
+        tl.store(partial + at[:, None] * SIZE + col[None, :], result / total[:, None], mask=used[:, None])
+        tl.store(logsumexps + at, top + tl.log2(total), mask=used)
+
+
+@triton.jit
+def _join(
+    partial,
+    logsumexps,
+    parts,
+    out,
+    out_row,
+    out_head,
+    heads,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Computes one row and head of keys and values: the mean of its results, weighted with their sums."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    member = tl.arange(0, HEADS)
+    q_of, col = head * GROUP + member, tl.arange(0, SIZE)
+    used = member < GROUP
+    shared, step, num_shared = tl.load(parts + row * 5), tl.load(parts + row * 5 + 1), tl.load(parts + row * 5 + 2)
+    own, num_own = tl.load(parts + row * 5 + 3), tl.load(parts + row * 5 + 4)
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    result = tl.zeros((HEADS, SIZE), tl.float32)
+    for index in range(0, num_shared + num_own):
+        slot = tl.where(index < num_shared, shared + index * step, own + index - num_shared)
+        at = slot.to(tl.int64) * heads * GROUP + q_of
+        logsumexp = tl.load(logsumexps + at, mask=used, other=0.0)
+        piece = tl.load(partial + at[:, None] * SIZE + col[None, :], mask=used[:, None], other=0.0)
+        new_top = tl.maximum(top, logsumexp)
+        weight, shrink = tl.exp2(logsumexp - new_top), tl.exp2(top - new_top)
+        result = result * shrink[:, None] + piece * weight[:, None]
+        total = total * shrink + weight
+        top = new_top
+    result = tl.where(total[:, None] > 0, result / total[:, None], 0.0)
+    at = row.to(tl.int64) * out_row + q_of * out_head
+    tl.store(out + at[:, None] + col[None, :], result.to(out.dtype.element_ty), mask=used[:, None])
+
+
+def queries_of_item(group: int) -> int:
+    """Returns the queries of a block, some of which may be unused."""
+    return max(16, triton.next_power_of_2(rows_of_item(group) * group))
+
+
+def tuned(queries: int) -> tuple[int, int]:
+    """Returns NARROW or WIDE."""
+    return NARROW if queries <= 16 else WIDE
+
+
+def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale: float, out: Tensor) -> None:
+    """Computes the attention of one query of each sequence to all its tokens.
+
+    Args:
+        q: [B, H, D], one query of each sequence.
+        k, v: [pages, tokens, heads, D] keys and values, with equal strides.
+        tables: [B, P] int32, as of `Plan.fill`.
+        scale: factor of the scores.
+        out: [B, H, D] gets the result. Zeros for rows that are not used.
+    """
+    num_rows, query_heads, size = q.shape
+    group = query_heads // plan.heads
+    queries = queries_of_item(group)
+    assert k.stride() == v.stride() and k.stride(-1) == q.stride(-1) == out.stride(-1) == 1, "keys beside values"
+    _attend[(plan.programs,)](
+        q,
+        k,
+        v,
+        tables,
+        plan.order,
+        plan.items,
+        plan.count,
+        plan.partial,
+        plan.logsumexps,
+        scale * math.log2(math.e),
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        k.stride(2),
+        tables.stride(0),
+        plan.heads,
+        plan.programs,
+        GROUP=group,
+        PAGE=plan.page,
+        ROWS=plan.rows,
+        QUERIES=queries,
+        SIZE=size,
+        TOKENS=TOKENS if size <= 128 else TOKENS // 2,
+        num_stages=tuned(queries)[1],
+        num_warps=WARPS,
+    )
+    _join[(num_rows, plan.heads)](
+        plan.partial,
+        plan.logsumexps,
+        plan.parts,
+        out,
+        out.stride(0),
+        out.stride(1),
+        plan.heads,
+        GROUP=group,
+        HEADS=triton.next_power_of_2(group),
+        SIZE=size,
+        num_warps=1 if group * size <= 512 else 4,
+    )

@@ -1,0 +1,244 @@
+"""Divides the attention of a decode step into items, such that tokens which sequences share belong to one item.
+
+vLLM's prefix cache gives sequences with the same prompt the same pages of keys and values. Sequences that have their
+deepest shared page in common form a group. An item is a range of the tokens of a page table, and the sequences that
+attend to it: up to `ROWS` of a group for tokens that it shares, one for the others. Everything is computed on the
+device, because vLLM begins a step before the host knows the tokens of the one before.
+"""
+
+# Inside a kernel the language is Triton's: annotations are its own types, and constants are compile-time values.
+# pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LEAST_CHUNK, CHUNK_STEP = 256, 64
+"""Fewest tokens of an item whose range is divided, and what the number is a multiple of."""
+ITEMS_PER_PROGRAM = 4
+"""Number of items for each program of the attention below which ranges are divided, so that no program is idle."""
+SLOTS_PER_ROW = 4
+"""Partial results that each sequence may have on average."""
+ITEM, PARTS = 5, 5
+"""Numbers of an item (place, sequences, begin, end, slot), and of the places of a sequence's results (the first slot of
+shared tokens, the distance to the next, their number; the first slot of its own tokens, and their number)."""
+
+
+@triton.jit
+def _pages_in_common(tables, lengths, me, each, num_rows, width, halvings, PAGE: tl.constexpr):
+    """Returns the number of whole pages before the last token that row `me` shares with each row, by bisection: rows
+    that share a page share all before it."""
+    own = tl.load(lengths + me, mask=me < num_rows, other=0)
+    others = tl.load(lengths + each, mask=each < num_rows, other=0)
+    least = tl.zeros_like(each)
+    most = tl.maximum(tl.minimum(others, own) - 1, 0) // PAGE
+    for _ in range(0, halvings):
+        open_ = least < most
+        middle = (least + most) // 2
+        mine = tl.load(tables + me * width + middle, mask=open_, other=0)
+        theirs = tl.load(tables + each.to(tl.int64) * width + middle, mask=open_, other=0)
+        least = tl.where(open_ & (mine == theirs), middle + 1, least)
+        most = tl.where(open_ & (mine != theirs), middle, most)
+    return tl.where((own > 0) & (others > 0), least, 0), others > 0
+
+
+@triton.jit
+def _find_depths(tables, lengths, depths, num_rows, width, halvings, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Computes the number of pages that a row shares with any other."""
+    me = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, BLOCK)
+    common, _ = _pages_in_common(tables, lengths, me, each, num_rows, width, halvings, PAGE)
+    tl.store(depths + me, tl.max(tl.where(each == me, 0, common)))
+
+
+@triton.jit
+def _find_groups(tables, lengths, depths, groups, num_rows, width, halvings, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Computes a row's group: its first row, the row's rank in it, its size, and its number of shared tokens."""
+    me = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, BLOCK)
+    common, used = _pages_in_common(tables, lengths, me, each, num_rows, width, halvings, PAGE)
+    depth = tl.load(depths + me)
+    theirs = tl.load(depths + each, mask=each < num_rows, other=0)
+    member = ((common >= depth) & (theirs == depth) & (depth > 0) & used) | ((each == me) & used)
+    size = tl.sum(member.to(tl.int32))
+    tl.store(groups + me * 4, tl.min(tl.where(member, each, BLOCK)))
+    tl.store(groups + me * 4 + 1, tl.sum((member & (each < me)).to(tl.int32)))
+    tl.store(groups + me * 4 + 2, size)
+    tl.store(groups + me * 4 + 3, tl.where(size > 1, depth * PAGE, 0))
+
+
+@triton.jit
+def _make_items(
+    lengths,
+    groups,
+    order,
+    items,
+    parts,
+    count,
+    num_rows,
+    heads,
+    programs,
+    budget,
+    ROWS: tl.constexpr,
+    LEAST: tl.constexpr,
+    STEP: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Computes the items that begin with a row, and the places of its results."""
+    me = tl.program_id(0)
+    each = tl.arange(0, BLOCK)
+    length = tl.load(lengths + each, mask=each < num_rows, other=0)
+    used = length > 0
+    leader = tl.load(groups + each * 4, mask=used, other=BLOCK)
+    rank = tl.load(groups + each * 4 + 1, mask=used, other=0)
+    size = tl.load(groups + each * 4 + 2, mask=used, other=0)
+    shared = tl.load(groups + each * 4 + 3, mask=used, other=0)
+    own = length - shared
+    tokens = tl.sum(own) + tl.sum(tl.where(rank == 0, shared, 0))
+    chunk = tl.maximum(tl.cdiv(tokens * heads, programs * PER_PROGRAM), tl.cdiv(tl.sum(shared), budget))
+    chunk = tl.maximum(tl.cdiv(chunk, STEP) * STEP, LEAST)
+    rows = tl.where(used & (rank % ROWS == 0), tl.minimum(size - rank, ROWS), 0)
+    num_shared = tl.where(rows > 0, tl.cdiv(shared, chunk), 0)
+    num_own = tl.cdiv(own, chunk)
+    all_shared, all_slots = tl.sum(num_shared), tl.sum(num_shared * rows)
+    if me == 0:
+        tl.store(count, all_shared + tl.sum(num_own))
+    mine, before = each == me, each < me
+    my_leader, my_rank = tl.sum(tl.where(mine, leader, 0)), tl.sum(tl.where(mine, rank, 0))
+    my_shared, my_length = tl.sum(tl.where(mine, shared, 0)), tl.sum(tl.where(mine, length, 0))
+    my_rows = tl.sum(tl.where(mine, rows, 0))
+    place = tl.sum((used & (leader < my_leader)).to(tl.int32)) + my_rank
+    if my_length > 0:
+        tl.store(order + place, me)
+    # The tokens that its group shares, if it is the first of up to ROWS of it.
+    first, slot = tl.sum(tl.where(before, num_shared, 0)), tl.sum(tl.where(before, num_shared * rows, 0))
+    for index in range(0, tl.sum(tl.where(mine, num_shared, 0))):
+        item = items + (first + index) * 5
+        tl.store(item, place)
+        tl.store(item + 1, my_rows)
+        tl.store(item + 2, index * chunk)
+        tl.store(item + 3, tl.minimum((index + 1) * chunk, my_shared))
+        tl.store(item + 4, slot + index * my_rows)
+    # Its own tokens.
+    first = all_shared + tl.sum(tl.where(before, num_own, 0))
+    slot = all_slots + tl.sum(tl.where(before, num_own, 0))
+    my_own = tl.sum(tl.where(mine, num_own, 0))
+    for index in range(0, my_own):
+        item = items + (first + index) * 5
+        tl.store(item, place)
+        tl.store(item + 1, 1)
+        tl.store(item + 2, my_shared + index * chunk)
+        tl.store(item + 3, tl.minimum(my_shared + (index + 1) * chunk, my_length))
+        tl.store(item + 4, slot + index)
+    # Where its results are.
+    head = used & (leader == my_leader) & (rank == my_rank - my_rank % ROWS)
+    head_row = tl.sum(tl.where(head, each, 0))
+    shared_slot = tl.sum(tl.where(each < head_row, num_shared * rows, 0)) + my_rank % ROWS
+    tl.store(parts + me * 5, shared_slot)
+    tl.store(parts + me * 5 + 1, tl.sum(tl.where(head, rows, 0)))
+    tl.store(parts + me * 5 + 2, tl.sum(tl.where(head & (my_length > 0), num_shared, 0)))
+    tl.store(parts + me * 5 + 3, slot)
+    tl.store(parts + me * 5 + 4, my_own)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The items of a decode step, in memory that CUDA graphs may refer to: every step fills it anew."""
+
+    page: int
+    """Tokens of a page."""
+    rows: int
+    """Most sequences of an item."""
+    heads: int
+    """Number of heads of keys and values."""
+    programs: int
+    """Number of programs of the attention."""
+    depths: Tensor
+    """[B] int32 pages that a row shares with another."""
+    groups: Tensor
+    """[B, 4] int32: the first row of a row's group, its rank there, the group's size, and the tokens that it shares."""
+    order: Tensor
+    """[B] int32: the rows, group by group."""
+    items: Tensor
+    """[S, ITEM] int32."""
+    parts: Tensor
+    """[B, PARTS] int32. Zeros for rows that are not used."""
+    count: Tensor
+    """[1] int32: number of items."""
+    partial: Tensor
+    """[S, H, D] float32 results of items."""
+    logsumexps: Tensor
+    """[S, H] float32: base-2 logarithms of the sums that the results were divided by."""
+
+    @classmethod
+    def of(
+        cls, *, max_rows: int, page: int, heads: int, query_heads: int, width: int, programs: int, device: torch.device
+    ) -> "Plan":
+        """Allocates a plan.
+
+        Args:
+            max_rows: most sequences of a step.
+            width: dimension of a head.
+        """
+        # Each sequence has at most one range that is not full, of shared tokens and of its own.
+        num_slots = (2 + SLOTS_PER_ROW) * max_rows + ITEMS_PER_PROGRAM * programs
+
+        def whole(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            page=page,
+            rows=rows_of_item(query_heads // heads),
+            heads=heads,
+            programs=programs,
+            depths=whole(max_rows),
+            groups=whole(max_rows, 4),
+            order=whole(max_rows),
+            items=whole(num_slots, ITEM),
+            parts=whole(max_rows, PARTS),
+            count=whole(1),
+            partial=torch.zeros(num_slots, query_heads, width, device=device),
+            logsumexps=torch.zeros(num_slots, query_heads, device=device),
+        )
+
+    def fill(self, tables: Tensor, lengths: Tensor) -> None:
+        """Makes the items of a step.
+
+        Args:
+            tables: [B, P] int32 numbers of each sequence's pages.
+            lengths: [B] int32 tokens of each sequence, its last one included; 0 of rows that are not used.
+        """
+        max_rows = len(self.order)
+        num_rows, block = min(len(lengths), len(tables), max_rows), triton.next_power_of_2(max_rows)
+        sizes = (num_rows, tables.stride(0), tables.shape[1].bit_length())
+        grid = (max_rows,)
+        _find_depths[grid](tables, lengths, self.depths, *sizes, PAGE=self.page, BLOCK=block)
+        _find_groups[grid](tables, lengths, self.depths, self.groups, *sizes, PAGE=self.page, BLOCK=block)
+        _make_items[grid](
+            lengths,
+            self.groups,
+            self.order,
+            self.items,
+            self.parts,
+            self.count,
+            num_rows,
+            self.heads,
+            self.programs,
+            SLOTS_PER_ROW * max_rows,
+            ROWS=self.rows,
+            LEAST=LEAST_CHUNK,
+            STEP=CHUNK_STEP,
+            PER_PROGRAM=ITEMS_PER_PROGRAM,
+            BLOCK=block,
+        )
+
+
+def rows_of_item(group: int) -> int:
+    """Returns the most sequences of an item whose heads of keys and values are each read by `group` heads of queries:
+    a block of at least 16 and at most 64 queries."""
+    return max(16 // group, min(8, 64 // group), 1)

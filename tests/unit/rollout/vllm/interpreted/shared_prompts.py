@@ -1,0 +1,137 @@
+"""Attention of a decode step with shared pages by Triton's interpreter; run by
+tests/multiprocess/test_interpreted.py."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlframe.rollout.vllm.attention import plan as plans
+from rlframe.rollout.vllm.attention.kernels import attend
+from rlframe.rollout.vllm.attention.plan import Plan, rows_of_item
+
+PAGE, SIZE, HEADS = 4, 16, 2
+
+
+def tables_of(pages: Sequence[Sequence[int]]) -> Tensor:
+    """Page tables, filled up with pages that hold nothing of theirs."""
+    width = max(map(len, pages))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in pages], dtype=torch.int32)
+
+
+def plan_of(max_rows: int, *, query_heads: int = HEADS, programs: int = 3) -> Plan:
+    return Plan.of(
+        max_rows=max_rows,
+        page=PAGE,
+        heads=HEADS,
+        query_heads=query_heads,
+        width=SIZE,
+        programs=programs,
+        device=torch.device("cpu"),
+    )
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """[B, H, D] softmax(q k / sqrt(D)) v of each row's own tokens, one row after the other."""
+    group = q.shape[1] // HEADS
+    out = torch.zeros_like(q, dtype=torch.float32)
+    for row, length in enumerate(lengths.tolist()):
+        places = [(int(tables[row, token // PAGE]), token % PAGE) for token in range(length)]
+        for head in range(q.shape[1]) if length else ():
+            keys = torch.stack([k[page, at, head // group] for page, at in places]).float()
+            values = torch.stack([v[page, at, head // group] for page, at in places]).float()
+            out[row, head] = torch.softmax(keys @ q[row, head].float() * scale, 0) @ values
+    return out
+
+
+SHARED = (
+    # Two prompts of three and two whole pages, of four and two responses, mixed; the last row is not used.
+    (
+        [[1, 2, 3, 10], [4, 5, 11], [1, 2, 3, 12, 13], [1, 2, 3, 14], [4, 5, 15], [1, 2, 3, 16], [20]],
+        [14, 9, 18, 13, 11, 16, 0],
+    ),
+    # A first page that all have, as of a system prompt: groups are of the deepest page.
+    ([[1, 2, 10], [1, 3, 11], [1, 2, 12], [1, 3, 13]], [9, 10, 11, 12]),
+    # A row that shares less than the others, whose tokens are its own then.
+    ([[1, 2, 3, 10], [1, 2, 3, 11], [1, 12]], [13, 14, 5]),
+    # The last token's page is nobody's share, though it is the same page.
+    ([[1, 2], [1, 2]], [8, 8]),
+    ([[1, 2, 3]], [12]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("least", [4, 1024])
+@pytest.mark.parametrize("query_heads", [2, 6, 16])
+@pytest.mark.parametrize("case", range(len(SHARED)))
+def test_every_row_attends_to_its_tokens(
+    monkeypatch: pytest.MonkeyPatch, case: int, query_heads: int, least: int
+) -> None:
+    monkeypatch.setattr(plans, "LEAST_CHUNK", least)
+    monkeypatch.setattr(plans, "CHUNK_STEP", 4)
+    pages, counts = SHARED[case]
+    tables, lengths = tables_of(pages), torch.tensor(counts, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(case)
+    cache = torch.randn(24, PAGE, HEADS, 2 * SIZE, generator=generator)
+    k, v = cache.split(SIZE, dim=-1)
+    q = torch.randn(len(pages), query_heads, SIZE, generator=generator)
+    plan, out = plan_of(8, query_heads=query_heads), torch.full_like(q, 7.0)
+    plan.fill(tables, lengths)
+    attend(plan, q, k, v, tables, scale=SIZE**-0.5, out=out)
+    torch.testing.assert_close(out, expected(q, k, v, tables, lengths, SIZE**-0.5), atol=1e-5, rtol=1e-5)
+
+
+def test_shared_tokens_are_read_once() -> None:
+    tables, lengths = tables_of(SHARED[0][0]), torch.tensor(SHARED[0][1], dtype=torch.int32)
+    plan = plan_of(8)
+    plan.fill(tables, lengths)
+    items = plan.items[: int(plan.count)].tolist()
+    # By hand: 12 tokens of four rows and 8 of two, then what each row has alone.
+    assert [(rows, begin, end) for _, rows, begin, end, _ in items] == [
+        (4, 0, 12),
+        (2, 0, 8),
+        *((1, shared, length) for shared, length in zip((12, 8, 12, 12, 8, 12), lengths.tolist(), strict=False)),
+    ]
+    assert [plan.order[place].item() for place, *_ in items] == [0, 1, 0, 1, 2, 3, 4, 5]
+    first, second = (0, 4, 12), (1, 2, 8)
+    groups = [(leader, size, shared) for leader, _, size, shared in plan.groups[:6].tolist()]
+    assert groups == [first, second, first, first, second, first]
+    assert plan.groups[:6, 1].tolist() == [0, 0, 1, 2, 1, 3]
+    assert plan.parts[6:, [2, 4]].eq(0).all(), "rows that are not used have no results"
+
+
+def test_a_group_is_divided_where_it_has_more_rows_than_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "LEAST_CHUNK", 4)
+    monkeypatch.setattr(plans, "CHUNK_STEP", 4)
+    count = 2 * rows_of_item(1) + 3
+    tables = tables_of([[1, 2, 3 + row] for row in range(count)])
+    lengths = torch.full((count,), 9, dtype=torch.int32)
+    plan = plan_of(count, programs=1)
+    plan.fill(tables, lengths)
+    items = plan.items[: int(plan.count)]
+    rows = [int(item[1]) for item in items if item[3] <= 8]
+    assert sorted(rows)[-2:] == [16, 16] and sum(rows) % count == 0, rows
+    slots = torch.cat([torch.arange(int(item[1])) + int(item[4]) for item in items])
+    assert len(slots.unique()) == len(slots), "no two results have a slot"
+    assert int(slots.max()) < len(plan.partial)
+
+
+@pytest.mark.parametrize(("group", "rows"), [(1, 16), (2, 8), (4, 8), (5, 8), (8, 8), (16, 4), (64, 1), (128, 1)])
+def test_the_queries_of_an_item_fill_a_block(group: int, rows: int) -> None:
+    assert rows_of_item(group) == rows
+
+
+def test_half_precision_and_another_order_in_memory() -> None:
+    # Triton's interpreter has no products in bfloat16.
+    dtype = torch.float16
+    tables, lengths = tables_of(SHARED[0][0]), torch.tensor(SHARED[0][1], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(24, HEADS, PAGE, 2 * SIZE, generator=generator).to(dtype)
+    # The order of a page in memory is the cache's own.
+    k, v = cache.transpose(1, 2).split(SIZE, dim=-1)
+    q = torch.randn(len(tables), 4, SIZE, generator=generator).to(dtype)
+    plan, out = plan_of(8, query_heads=4), torch.empty_like(q)
+    plan.fill(tables, lengths)
+    attend(plan, q, k, v, tables, scale=SIZE**-0.5, out=out)
+    wanted = expected(q, k, v, tables, lengths, SIZE**-0.5)
+    torch.testing.assert_close(out.float(), wanted, atol=2e-3, rtol=2e-3)

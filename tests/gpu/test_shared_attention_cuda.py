@@ -11,7 +11,8 @@ from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.engine import VllmEngine
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
-from tests.contracts.engines.trainer import make, verify
+from tests.contracts.engines.trainer import verify
+from tests.rollout_models import make_with_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,8 @@ def test_kernels(group: int, prompts: int, shared_pages: int, responses: int) ->
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make("qwen3_tied", tmp_path_factory.mktemp("model"), head_dim=128)
+    sizes = {"head_dim": SIZE, "max_position_embeddings": 1024}
+    folder = make_with_tokenizer("qwen3_tied", tmp_path_factory.mktemp("model"), **sizes)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 

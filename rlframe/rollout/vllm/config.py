@@ -100,6 +100,15 @@ class VllmConfig(ServedConfig):
     """Whether a decode step reads the keys and values that responses share, such as those of their prompt, once for all
     of them (CUDA, where vLLM chooses FlashAttention). Needs enable_prefix_caching. Same but for rounding."""
 
+    worker_process: bool = False
+    """Whether the worker of a single GPU has a process of its own, as those of several have. vLLM then decides what
+    comes next while the worker prepares the step before it."""
+
+    @property
+    def num_worker_processes(self) -> int:
+        """Returns the number of processes beside that of vLLM's core."""
+        return self.tp if self.tp > 1 or self.worker_process else 0
+
     def __post_init__(self) -> None:
         ServedConfig.__post_init__(self)
         if not self.compile and "compilation_config" in self.engine_options:

@@ -62,7 +62,7 @@ def set_environment(config: VllmConfig, *, cuda: bool) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Training runs send no usage reports to vLLM's authors.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if not cuda and config.tp == 1:
+    if not cuda and not config.num_worker_processes:
         # Otherwise vLLM starts an extra process for a CPU worker, only to bind its threads. On CUDA the worker of a
         # single device lives in the core's process anyway.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -104,7 +104,7 @@ def engine_arguments(
         "tensor_parallel_size": config.tp,
         "enable_expert_parallel": config.expert_parallel,
         # vLLM would choose Ray inside a Ray actor, and create actors of its own.
-        "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
+        "distributed_executor_backend": "mp" if config.num_worker_processes else "uni",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
@@ -238,20 +238,21 @@ def register_here(folder: Path) -> None:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-def early_core(folder: Path, *, cuda: bool, tp: int) -> EarlyProcess:
-    """Returns the process of vLLM's core, which imports vLLM at once, as do the processes of `tp` workers below it.
+def early_core(folder: Path, *, cuda: bool, num_workers: int) -> EarlyProcess:
+    """Returns the process of vLLM's core, which imports vLLM at once, as do the processes of its workers below it.
 
     vLLM makes its configuration and then starts its core in a new interpreter, which would begin with the import that
     this process has just done: 15 s after 15 s on a machine with an H200. Workers of several devices begin with it
     again, after the core: 26 s on a machine with four.
     """
-    return EarlyProcess(f"from {__name__} import import_core; import_core({str(folder)!r}, cuda={cuda}, tp={tp})")
+    call = f"import_core({str(folder)!r}, cuda={cuda}, num_workers={num_workers})"
+    return EarlyProcess(f"from {__name__} import import_core; {call}")
 
 
-def import_core(folder: str, *, cuda: bool, tp: int) -> None:
+def import_core(folder: str, *, cuda: bool, num_workers: int) -> None:
     """Imports what vLLM's core needs: vLLM, its worker, and the class of the model in `folder`."""
     program = f"from {__name__} import import_worker; import_worker({folder!r}, cuda={cuda}, also={WORKERS_START!r})"
-    workers = [EarlyProcess(program) for _ in range(tp)] if tp > 1 else []
+    workers = [EarlyProcess(program) for _ in range(num_workers)]
     import_worker(folder, cuda=cuda, also="vllm.v1.engine.core")
     if workers:
         replace_context(WORKERS_START, partial(EarlyContext, workers))

@@ -96,7 +96,7 @@ class VllmConfig(ServedConfig):
     """Whether Inductor compiles the model, once for a machine (vLLM keeps the result in ~/.cache/vllm). false starts
     sooner where that is not done yet; CUDA graphs then hold decoding alone. No effect with enforce_eager."""
 
-    share_prompts: bool = True
+    share_prompts: bool = False
     """Whether a decode step reads the keys and values that responses share, such as those of their prompt, once for all
     of them (CUDA, where vLLM chooses FlashAttention). Needs enable_prefix_caching. Same but for rounding."""
 

@@ -31,17 +31,23 @@ class TorchRecorder:
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
 
+        self._records = False
+
     def begin(self) -> None:
+        self._records = True
         self._profile.start()
 
     def end(self) -> list[pathlib.Path]:
-        self._profile.stop()
+        self.drop()
         file = self._request.stem.with_suffix(".json.gz")
         self._profile.export_chrome_trace(str(file))
         return [file]
 
     def drop(self) -> None:
-        self._profile.stop()
+        # torch refuses to stop twice, as after a file that could not be written.
+        if self._records:
+            self._records = False
+            self._profile.stop()
 
     def range(self, name: str) -> AbstractContextManager[Any]:
         return record_function(name)

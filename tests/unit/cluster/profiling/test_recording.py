@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlframe.cluster.profiling.config import Tool
-from rlframe.cluster.profiling.recorders import recorder
+from rlframe.cluster.profiling.recorders import driver_recorder, recorder
 from rlframe.cluster.profiling.recording import Recording
 from rlframe.cluster.profiling.request import Request
 from rlframe.cluster.profiling.stacks import StackRecorder
@@ -45,6 +45,21 @@ def test_calls_lie_in_their_phase_and_threads_are_seen(tmp_path: Path) -> None:
 def test_a_record_that_is_dropped_leaves_no_file_and_room_for_the_next(tmp_path: Path) -> None:
     Recording(recorder(request(tmp_path)), request(tmp_path)).drop()
     assert not list(tmp_path.iterdir())
+    assert Recording(recorder(request(tmp_path)), request(tmp_path)).end().files
+
+
+def test_a_record_that_could_not_be_written_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As by a signal that stops the run while the trace is written.
+    def stopped(self: object, file: str) -> None:
+        raise InterruptedError
+
+    record = driver_recorder(request(tmp_path))
+    record.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler.profile, "export_chrome_trace", stopped)
+        with pytest.raises(InterruptedError):
+            record.end()
+    record.drop()
     assert Recording(recorder(request(tmp_path)), request(tmp_path)).end().files
 
 

@@ -24,7 +24,7 @@ PAGE, SIZE, HEADS = 16, 128, 2
 @pytest.mark.parametrize("group", [1, 2, 5, 8, 16])
 @pytest.mark.parametrize(("prompts", "shared_pages", "responses"), [(3, 200, 8), (16, 10, 8), (1, 30, 40), (7, 0, 1)])
 def test_kernels(group: int, prompts: int, shared_pages: int, responses: int) -> None:
-    from rlframe.rollout.vllm.attention.kernels import attend, queries_of_item, tuned
+    from rlframe.rollout.vllm.attention.kernels import attend
     from rlframe.rollout.vllm.attention.plan import Plan
 
     device, rows, own = torch.device("cuda"), prompts * responses, 20
@@ -36,9 +36,9 @@ def test_kernels(group: int, prompts: int, shared_pages: int, responses: int) ->
     cache = torch.randn(len(pages), PAGE, HEADS, 2 * SIZE, device=device, generator=generator).bfloat16()
     k, v = cache.split(SIZE, dim=-1)
     q = torch.randn(rows, HEADS * group, SIZE, device=device, generator=generator).bfloat16()
-    programs = tuned(queries_of_item(group))[0] * torch.cuda.get_device_properties(device).multi_processor_count
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
     sizes = {"page": PAGE, "heads": HEADS, "query_heads": HEADS * group, "width": SIZE}
-    plan, out = Plan.of(max_rows=rows + 3, programs=programs, device=device, **sizes), torch.empty_like(q)
+    plan, out = Plan.of(max_rows=rows + 3, processors=processors, device=device, **sizes), torch.empty_like(q)
     plan.fill(tables, lengths)
     attend(plan, q, k, v, tables, scale=SIZE**-0.5, out=out)
     for row in range(rows):

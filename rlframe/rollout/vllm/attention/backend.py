@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlframe.rollout.vllm.attention.kernels import attend, queries_of_item, tuned
+from rlframe.rollout.vllm.attention.kernels import attend
 from rlframe.rollout.vllm.attention.plan import Plan
 
 PLAN = "rlframe_plan"
@@ -55,15 +55,13 @@ class SharedPromptBuilder(FlashAttentionMetadataBuilder):
         )
 
     def _new_plan(self) -> Plan:
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        programs, _ = tuned(queries_of_item(self.num_heads_q // self.num_heads_kv))
         return Plan.of(
             max_rows=max(self.vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0),
             page=self.block_size,
             heads=self.num_heads_kv,
             query_heads=self.num_heads_q,
             width=self.headdim,
-            programs=programs * processors,
+            processors=torch.cuda.get_device_properties(self.device).multi_processor_count,
             device=self.device,
         )
 

@@ -10,14 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlframe.rollout.vllm.attention.plan import Plan, rows_of_item
-
-TOKENS = 64
-"""Keys that a program reads at once, of heads of up to 128 numbers."""
-WARPS = 4
-NARROW, WIDE = (4, 2), (3, 3)
-"""Programs for each of the GPU's processors, and stages of a program's loads, of items of up to 16 queries and of more.
-Measured on an H100 (docs/engines.md)."""
+from rlframe.rollout.vllm.attention.plan import Plan, queries_of_item
 
 
 @triton.jit
@@ -118,16 +111,6 @@ def _join(
     tl.store(out + at[:, None] + col[None, :], result.to(out.dtype.element_ty), mask=used[:, None])
 
 
-def queries_of_item(group: int) -> int:
-    """Returns the queries of a block, some of which may be unused."""
-    return max(16, triton.next_power_of_2(rows_of_item(group) * group))
-
-
-def tuned(queries: int) -> tuple[int, int]:
-    """Returns NARROW or WIDE."""
-    return NARROW if queries <= 16 else WIDE
-
-
 def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale: float, out: Tensor) -> None:
     """Computes the attention of one query of each sequence to all its tokens.
 
@@ -139,8 +122,7 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         out: [B, H, D] gets the result. Zeros for rows that are not used.
     """
     num_rows, query_heads, size = q.shape
-    group = query_heads // plan.heads
-    queries = queries_of_item(group)
+    group, tuning = query_heads // plan.heads, plan.tuning
     assert k.stride() == v.stride() and k.stride(-1) == q.stride(-1) == out.stride(-1) == 1, "keys beside values"
     _attend[(plan.programs,)](
         q,
@@ -164,11 +146,11 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         GROUP=group,
         PAGE=plan.page,
         ROWS=plan.rows,
-        QUERIES=queries,
+        QUERIES=queries_of_item(group),
         SIZE=size,
-        TOKENS=TOKENS if size <= 128 else TOKENS // 2,
-        num_stages=tuned(queries)[1],
-        num_warps=WARPS,
+        TOKENS=tuning.tokens if size <= 128 else tuning.tokens // 2,
+        num_stages=tuning.stages,
+        num_warps=tuning.warps,
     )
     _join[(num_rows, plan.heads)](
         plan.partial,

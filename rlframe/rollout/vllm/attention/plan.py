@@ -146,6 +146,23 @@ def _make_items(
     tl.store(parts + me * 5 + 4, my_own)
 
 
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the attention runs."""
+
+    programs: int
+    """Programs for each of the device's processors."""
+    tokens: int
+    """Keys that a program reads at once, of heads of up to 128 numbers."""
+    warps: int
+    stages: int
+    """Loads that are under way at the same time."""
+
+
+NARROW, WIDE = Tuning(4, 64, 4, 2), Tuning(3, 64, 4, 3)
+"""For items of up to 16 queries, and of more. The fastest of ten on an H100 (docs/engines.md)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """The items of a decode step, in memory that CUDA graphs may refer to: every step fills it anew."""
@@ -158,6 +175,7 @@ class Plan:
     """Number of heads of keys and values."""
     programs: int
     """Number of programs of the attention."""
+    tuning: Tuning
     depths: Tensor
     """[B] int32 pages that a row shares with another."""
     groups: Tensor
@@ -177,14 +195,27 @@ class Plan:
 
     @classmethod
     def of(
-        cls, *, max_rows: int, page: int, heads: int, query_heads: int, width: int, programs: int, device: torch.device
+        cls,
+        *,
+        max_rows: int,
+        page: int,
+        heads: int,
+        query_heads: int,
+        width: int,
+        processors: int,
+        device: torch.device,
+        tuning: Tuning | None = None,
     ) -> "Plan":
         """Allocates a plan.
 
         Args:
             max_rows: most sequences of a step.
             width: dimension of a head.
+            processors: number of the device's multiprocessors.
+            tuning: what the number of queries asks for when None.
         """
+        tuning = tuning or (NARROW if queries_of_item(query_heads // heads) <= 16 else WIDE)
+        programs = tuning.programs * processors
         # Each sequence has at most one range that is not full, of shared tokens and of its own.
         num_slots = (2 + SLOTS_PER_ROW) * max_rows + ITEMS_PER_PROGRAM * programs
 
@@ -196,6 +227,7 @@ class Plan:
             rows=rows_of_item(query_heads // heads),
             heads=heads,
             programs=programs,
+            tuning=tuning,
             depths=whole(max_rows),
             groups=whole(max_rows, 4),
             order=whole(max_rows),
@@ -242,3 +274,8 @@ def rows_of_item(group: int) -> int:
     """Returns the most sequences of an item whose heads of keys and values are each read by `group` heads of queries:
     a block of at least 16 and at most 64 queries."""
     return max(16 // group, min(8, 64 // group), 1)
+
+
+def queries_of_item(group: int) -> int:
+    """Returns the queries of a block, some of which may be unused."""
+    return max(16, triton.next_power_of_2(rows_of_item(group) * group))

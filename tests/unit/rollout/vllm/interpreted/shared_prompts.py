@@ -20,14 +20,14 @@ def tables_of(pages: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in pages], dtype=torch.int32)
 
 
-def plan_of(max_rows: int, *, query_heads: int = HEADS, programs: int = 3) -> Plan:
+def plan_of(max_rows: int, *, query_heads: int = HEADS, programs: int = 1) -> Plan:
     return Plan.of(
         max_rows=max_rows,
         page=PAGE,
         heads=HEADS,
         query_heads=query_heads,
         width=SIZE,
-        programs=programs,
+        processors=programs,
         device=torch.device("cpu"),
     )
 

@@ -72,6 +72,18 @@ def _find_groups(tables, lengths, depths, groups, num_rows, width, halvings, PAG
 
 
 @triton.jit
+def _divide(items, first, number, place, rows, begin, end, chunk, slot):
+    """Stores `number` items of `chunk` tokens each, the last of which may have fewer."""
+    for index in range(0, number):
+        item = items + (first + index) * 5
+        tl.store(item, place)
+        tl.store(item + 1, rows)
+        tl.store(item + 2, begin + index * chunk)
+        tl.store(item + 3, tl.minimum(begin + (index + 1) * chunk, end))
+        tl.store(item + 4, slot + index * rows)
+
+
+@triton.jit
 def _make_items(
     lengths,
     groups,
@@ -115,26 +127,13 @@ def _make_items(
     place = tl.sum((used & (leader < my_leader)).to(tl.int32)) + my_rank
     if my_length > 0:
         tl.store(order + place, me)
-    # The tokens that its group shares, if it is the first of up to ROWS of it.
+    # The tokens that its group shares, if it is the first of up to ROWS of it, and its own tokens.
     first, slot = tl.sum(tl.where(before, num_shared, 0)), tl.sum(tl.where(before, num_shared * rows, 0))
-    for index in range(0, tl.sum(tl.where(mine, num_shared, 0))):
-        item = items + (first + index) * 5
-        tl.store(item, place)
-        tl.store(item + 1, my_rows)
-        tl.store(item + 2, index * chunk)
-        tl.store(item + 3, tl.minimum((index + 1) * chunk, my_shared))
-        tl.store(item + 4, slot + index * my_rows)
-    # Its own tokens.
+    _divide(items, first, tl.sum(tl.where(mine, num_shared, 0)), place, my_rows, 0, my_shared, chunk, slot)
     first = all_shared + tl.sum(tl.where(before, num_own, 0))
     slot = all_slots + tl.sum(tl.where(before, num_own, 0))
     my_own = tl.sum(tl.where(mine, num_own, 0))
-    for index in range(0, my_own):
-        item = items + (first + index) * 5
-        tl.store(item, place)
-        tl.store(item + 1, 1)
-        tl.store(item + 2, my_shared + index * chunk)
-        tl.store(item + 3, tl.minimum(my_shared + (index + 1) * chunk, my_length))
-        tl.store(item + 4, slot + index)
+    _divide(items, first, my_own, place, 1, my_shared, my_length, chunk, slot)
     # Where its results are.
     head = used & (leader == my_leader) & (rank == my_rank - my_rank % ROWS)
     head_row = tl.sum(tl.where(head, each, 0))
@@ -148,7 +147,7 @@ def _make_items(
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How the attention runs."""
+    """The way in which the attention runs."""
 
     programs: int
     """Programs for each of the device's processors."""

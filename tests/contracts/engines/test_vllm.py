@@ -74,6 +74,22 @@ def test_a_dense_model_gets_the_weights_by_a_reload(kind: Kind, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", [param("vllm")])
+def test_a_worker_with_a_process_of_its_own_gets_the_weights_and_samples_the_same(kind: Kind, folder: Path):
+    weights = load_file(folder / "model.safetensors")
+    new = perturbed(weights, seed=5)
+    requests = make_requests(2, group_size=2, sampling=SamplingParams(temperature=0.8, max_tokens=12))
+    found = []
+    for apart in (False, True):
+        engine = kind.start(folder, worker_process=apart)
+        trainer, _, sync = synced(engine, weights)
+        trainer.train(new)
+        sync.publish(version=1)
+        found.append([(each.token_ids.tolist(), list(each.logprobs)) for each in engine.generate(requests)])
+        engine.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", [param("vllm")])
 def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(kind: Kind, folder: Path):
     engine = kind.start(folder, tp=2)
     weights = load_file(folder / "model.safetensors")

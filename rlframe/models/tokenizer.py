@@ -1,7 +1,9 @@
 """Loads the tokenizer of a model folder, and turns its errors into sentences."""
 
+import copy
 import hashlib
 import json
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +43,8 @@ def load(folder: Path, *, chat_template: str | None = None) -> "PreTrainedTokeni
         # transformers may have a class for the model_type that would make other tokens of the same files.
         refuse_code(folder)
     try:
-        tokenizer = _loaded(folder)
+        # A copy, which may get a template of its own. What turns text to tokens is the same object in all of them.
+        tokenizer = copy.copy(_loaded(folder, _state(folder), trusted=remote_code.is_trusted(folder)))
     # The package tokenizers raises plain Exception for every fault of a file.
     except Exception as error:
         refuse_code(folder, cause=error)
@@ -53,8 +56,10 @@ def load(folder: Path, *, chat_template: str | None = None) -> "PreTrainedTokeni
     return tokenizer
 
 
-def _loaded(folder: Path) -> "PreTrainedTokenizerBase":
-    """Returns what AutoTokenizer makes of the folder."""
+@lru_cache(maxsize=2)
+def _loaded(folder: Path, state: object, *, trusted: bool) -> "PreTrainedTokenizerBase":
+    """Returns what AutoTokenizer makes of the folder, once for each state of its files: of 150,000 tokens that takes
+    over a second, and a run's checks, its data and its loop ask for the same."""
     if folder.parent == EMBEDDED:
         # Its class is known. AutoTokenizer imports what models need to find it, which takes a second.
         from transformers import TokenizersBackend  # noqa: PLC0415 - as below
@@ -62,7 +67,16 @@ def _loaded(folder: Path) -> "PreTrainedTokenizerBase":
         return TokenizersBackend.from_pretrained(folder)
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and configurations are read without it
 
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote_code.is_trusted(folder))
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+
+
+def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Returns name, time and size of every file of a folder that may say something of its tokenizer."""
+    return tuple(
+        (file.name, found.st_mtime_ns, found.st_size)
+        for file in sorted(folder.iterdir())
+        if file.is_file() and file.suffix != ".safetensors" and (found := file.stat())
+    )
 
 
 def refuse_code(folder: Path, *, cause: Exception | None = None) -> None:

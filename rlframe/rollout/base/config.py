@@ -199,6 +199,11 @@ class RolloutConfig:
         return False
 
     @property
+    def reads_shared_once(self) -> bool:
+        """Returns whether a decode step reads the keys and values that sequences share once for all of them."""
+        return False
+
+    @property
     def sequence_tokens(self) -> int | None:
         """Greatest number of tokens of a sequence, prompt and response. None means the model's positions."""
         return None

@@ -105,6 +105,11 @@ class VllmConfig(ServedConfig):
     comes next while the worker prepares the step before it."""
 
     @property
+    def reads_shared_once(self) -> bool:
+        """See RolloutConfig."""
+        return self.share_prompts and self.enable_prefix_caching
+
+    @property
     def num_worker_processes(self) -> int:
         """Returns the number of processes beside that of vLLM's core."""
         return self.tp if self.tp > 1 or self.worker_process else 0

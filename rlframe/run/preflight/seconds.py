@@ -351,7 +351,8 @@ def prompt_read(memory: EngineMemory, responses: Responses) -> float:
     cache, if that holds a layer's, for all but the first."""
     layers = memory.architecture.num_layers
     fits = responses.prompt_tokens * memory.token_bytes / layers <= constants.L2_BYTES
-    return responses.prompt_tokens / (responses.group if fits else 1)
+    once = fits or memory.config.reads_shared_once
+    return responses.prompt_tokens / (responses.group if once else 1)
 
 
 def waves(memory: EngineMemory, responses: Responses) -> tuple[float, float]:

@@ -91,7 +91,6 @@ def parameters(dtype: torch.dtype, *, width: int = 1028) -> dict[str, Tensor]:
         (torch.bfloat16, torch.bfloat16),
         (torch.float32, torch.float32),
         (torch.float32, torch.bfloat16),
-        (torch.float16, torch.float16),
         (torch.float8_e4m3fn, torch.float8_e4m3fn),
     ],
     ids=str,

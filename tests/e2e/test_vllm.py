@@ -97,6 +97,7 @@ def test_adapters_alone_reach_vllm_in_place_and_it_computes_what_the_trainer_doe
         "train.lora.target_modules": "[q_proj,v_proj,o_proj,gate_proj,down_proj]",
         "train.optimizer.lr": 1e-2,
         "weight_sync.lora": "adapter",
+        "train.moe.router_replay": "false",
         "weight_sync.audit_every_steps": 1,
     }
     with Program(tmp_path / "run", SETTINGS | adapters, fresh=True) as program:
@@ -130,7 +131,6 @@ def test_a_head_that_the_run_trains_drafts_ever_better(tmp_path: Path) -> None:
         "model.path": make_served("glm4_moe", tmp_path / "model"),
         "model.random_init": "false",
         "train.parallel": "d1",
-        "train.moe.router_replay": "false",
         "train.mtp.mode": "train",
         "train.mtp.loss_scaling_factor": 1.0,
         # Which random answers do not earn: the policy stays, and the head catches up.

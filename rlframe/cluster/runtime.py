@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import ray
-from ray._private import ray_constants, utils
+from ray._private import auto_init_hook, ray_constants, utils
 from ray._private.node import Node
 from ray._raylet import (
     AuthenticationMode,  # pyright: ignore[reportAttributeAccessIssue]
@@ -66,6 +66,9 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     # Ray would otherwise hide the accelerators from actors that request none, and warn at each start.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    # Ray connects at any call, so that a thread which outlives the block, such as a look at a machine that does not
+    # answer, would connect again, and the next `ray.init` fail. Ray reads RAY_ENABLE_AUTO_CONNECT only when imported.
+    auto_init_hook.enable_auto_connect = False
     restore_handlers = keep_handlers()
     address, environment = config.joins, config.runtime_env.for_ray()
     with nullcontext() if address else closed_to_others(), nullcontext() if address else known():

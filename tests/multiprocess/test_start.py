@@ -11,8 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 import torch
 from omegaconf import OmegaConf
+from ray.exceptions import RaySystemError
 
 from rlframe.cluster.config import ADDRESS, ClusterConfig
 from rlframe.cluster.environment import FOR_WORKERS
@@ -71,6 +73,11 @@ def test_workers_are_forked_unless_they_need_an_environment_of_their_own_or_the_
         until(lambda: template.status() == psutil.STATUS_ZOMBIE)
         forked.replace(1)
         assert forked.wait([forked.ask(1, Subject.began)], doing="asking", ranks=[1]) == [fresh]
+        late = forked.ask(1, Subject.began)
+    # As a thread does that outlives the run, such as a look at a machine that does not answer.
+    with pytest.raises(RaySystemError):
+        ray.wait([late], timeout=1)
+    assert not ray.is_initialized()
 
 
 def templates() -> list[int]:

@@ -45,7 +45,16 @@ def look_at(workers: Sequence[WorkerInfo], *, closely: bool = True) -> list[Sigh
 
 
 def look_remotely(workers: Sequence[WorkerInfo], closely: bool, answers: "queue.SimpleQueue[list[Sight]]") -> None:
-    """Puts into `answers` the results of tasks that look at the workers on their nodes."""
+    """Puts into `answers` the results of tasks that look at the workers on their nodes. Nothing is known of them if the
+    run has left Ray meanwhile."""
+    try:
+        answers.put(remote_sights(workers, closely))
+    except RayError:
+        answers.put([Sight(state=State.UNKNOWN)] * len(workers))
+
+
+def remote_sights(workers: Sequence[WorkerInfo], closely: bool) -> list[Sight]:
+    """Returns the results of such tasks."""
     task: Any = ray.remote(look)
     calls = [
         task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(worker.node_id, soft=False)).remote(
@@ -60,7 +69,7 @@ def look_remotely(workers: Sequence[WorkerInfo], closely: bool, answers: "queue.
             sights.append(ray.get(call, timeout=1) if call in done else Sight(state=State.UNKNOWN))
         except RayError:
             sights.append(Sight(state=State.UNKNOWN))
-    answers.put(sights)
+    return sights
 
 
 def halted_processes(workers: Sequence[WorkerInfo] = ()) -> list[str]:

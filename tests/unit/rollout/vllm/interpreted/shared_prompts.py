@@ -51,18 +51,21 @@ SHARED = (
         [[1, 2, 3, 10], [4, 5, 11], [1, 2, 3, 12, 13], [1, 2, 3, 14], [4, 5, 15], [1, 2, 3, 16], [20]],
         [14, 9, 18, 13, 11, 16, 0],
     ),
-    # A first page that all have, as of a system prompt: groups are of the deepest page.
-    ([[1, 2, 10], [1, 3, 11], [1, 2, 12], [1, 3, 13]], [9, 10, 11, 12]),
-    # A row that shares less than the others, whose tokens are its own then.
-    ([[1, 2, 3, 10], [1, 2, 3, 11], [1, 12]], [13, 14, 5]),
-    # The last token's page is nobody's share, though it is the same page; and a row that shares nothing.
-    ([[1, 2], [1, 2], [3, 4, 5]], [8, 8, 12]),
+    # A first page that four have, as of a system prompt: groups are of the deepest page. A row that shares less than
+    # two others, whose tokens are its own then. Two whose last token is in the same page, which is nobody's share, and
+    # a row that shares nothing.
+    (
+        [
+            *([1, 2, 10], [1, 3, 11], [1, 2, 12], [1, 3, 13]),
+            *([4, 5, 6, 14], [4, 5, 6, 15], [4, 16]),
+            *([7, 8], [7, 8], [9, 17]),
+        ],
+        [9, 10, 11, 12, 13, 14, 5, 8, 8, 7],
+    ),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "query_heads", "least"), [(0, 2, 4), (0, 6, 4), (0, 16, 1024), *((case, 2, 4) for case in range(1, 4))]
-)
+@pytest.mark.parametrize(("case", "query_heads", "least"), [(0, 6, 4), (0, 16, 1024), (1, 2, 4)])
 def test_every_row_attends_to_its_tokens(
     monkeypatch: pytest.MonkeyPatch, case: int, query_heads: int, least: int
 ) -> None:
@@ -77,7 +80,7 @@ def test_every_row_attends_to_its_tokens(
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
     k, v = cache.transpose(1, 2).split(SIZE, dim=-1)
     q = torch.randn(len(pages), query_heads, SIZE, generator=generator)
-    plan, out = plan_of(8, query_heads=query_heads), torch.full_like(q, 7.0)
+    plan, out = plan_of(10, query_heads=query_heads), torch.full_like(q, 7.0)
     plan.fill(tables, lengths)
     attend(plan, q, k, v, tables, scale=SIZE**-0.5, out=out)
     torch.testing.assert_close(out, expected(q, k, v, tables, lengths, SIZE**-0.5), atol=1e-5, rtol=1e-5)

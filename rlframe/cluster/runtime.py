@@ -23,6 +23,7 @@ from ray._raylet import (
 from rlframe.cluster.config import LOCAL, ClusterConfig
 from rlframe.cluster.environment import inherited, known
 from rlframe.cluster.template import forking
+from rlframe.cluster.watch.looking import ASKING, REMOTE_S
 from rlframe.cluster.watch.reach import refusal
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -80,7 +81,17 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
         try:
             yield
         finally:
-            ray.shutdown()
+            leave()
+
+
+def leave() -> None:
+    """Leaves Ray, as soon as no look at other machines waits for it; see `ASKING`."""
+    alone = ASKING.acquire(timeout=2 * REMOTE_S)
+    try:
+        ray.shutdown()
+    finally:
+        if alone:
+            ASKING.release()
 
 
 def start(environment: dict[str, Any], *, num_cpus: int) -> None:

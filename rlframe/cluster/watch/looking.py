@@ -20,6 +20,9 @@ from rlframe.cluster.watch.sight import RAY_SERVERS, Sight, State, look
 
 REMOTE_S = 8.0
 """Seconds that other machines may take to answer."""
+ASKING = threading.Lock()
+"""Held while a thread beside the main one waits for Ray. Ray is left by whoever holds it: a thread that waits for Ray
+when it is shut down ends the whole process, with exit code 1 and without a word (Ray 2.60, `EnsureInitialized`)."""
 MOST_FRAMES = 12
 DEAD = "dead: "
 
@@ -48,7 +51,8 @@ def look_remotely(workers: Sequence[WorkerInfo], closely: bool, answers: "queue.
     """Puts into `answers` the results of tasks that look at the workers on their nodes. Nothing is known of them if the
     run has left Ray meanwhile."""
     try:
-        answers.put(remote_sights(workers, closely))
+        with ASKING:
+            answers.put(remote_sights(workers, closely))
     except RayError:
         answers.put([Sight(state=State.UNKNOWN)] * len(workers))
 

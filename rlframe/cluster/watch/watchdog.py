@@ -27,7 +27,7 @@ from rlframe.cluster.watch.looking import DEAD, halted_processes, look_at
 from rlframe.cluster.watch.marks import Page, begin_marks, end_marks
 from rlframe.cluster.watch.report import account
 from rlframe.cluster.watch.sight import State, cpu_seconds, mark_file, process_state
-from rlframe.utils.errors import RlframeError
+from rlframe.utils.errors import NodeDied, RlframeError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,9 @@ STANDARD_ERROR = 2
 PATIENCE_S = 12.0
 """Seconds beyond its limit that an activity may take to end itself, with its own message, before the watchdog ends
 it."""
+LOST_S = 60.0
+"""Seconds in place of END_S after the loss of a node, when Ray itself waits for what does not answer, such as the agent
+that it sends its metrics to. The run then goes on with other nodes."""
 STOPPED_S = 5.0
 """Delay in seconds of a look that shows that the driver was stopped."""
 BUSY = 0.5
@@ -120,7 +123,7 @@ class Watchdog(threading.Thread):
             page.close()
 
     def ends(self, error: BaseException | None) -> None:
-        """Records that the run is over, with `error` or without. The driver has END_S to leave."""
+        """Records that the run is over, with `error` or without. The driver has `leave_s` to leave."""
         self.leaving()
         self._ending, self._ends_since_s = error, time.monotonic()
 
@@ -227,14 +230,19 @@ class Watchdog(threading.Thread):
             return
         if not all(activity.is_run for activity in current):
             self._ends_since_s = time.monotonic()
-        elif time.monotonic() - self._ends_since_s > END_S:
+        elif time.monotonic() - self._ends_since_s > (limit_s := leave_s(self._ending)):
             halted = "; ".join(halted_processes()) or "no process of it is stopped"
-            words = f"the run is over, and Ray did not end within {END_S:g} s: {halted}; left without it"
+            words = f"the run is over, and Ray did not end within {limit_s:g} s: {halted}; left without it"
             if self._ending is None:
                 end(words, code=0)
             is_ours = isinstance(self._ending, RlframeError)
             text = str(self._ending) if is_ours else "".join(traceback.format_exception(self._ending))
             end(f"{text}\n{words}", code=exit_code(self._ending))
+
+
+def leave_s(error: BaseException | None) -> float:
+    """Returns the seconds in which the driver must have left a run that ended with `error`, or without."""
+    return LOST_S if isinstance(error, NodeDied) else END_S
 
 
 @contextmanager
@@ -268,7 +276,7 @@ def watching(config: ClusterConfig, folder: pathlib.Path, *, learns: bool = True
 
 @contextmanager
 def work(watchdog: Watchdog) -> Iterator[None]:
-    """Runs the block as the work of a run. Code after the block, such as the end of Ray, is limited by END_S."""
+    """Runs the block as the work of a run. Code after the block, such as the end of Ray, is limited by `leave_s`."""
     try:
         yield
     except BaseException as error:

@@ -21,6 +21,7 @@ from rlframe.cluster.watch import watchdog as module
 from rlframe.cluster.watch.activities import ACTIVITIES, phase, waiting
 from rlframe.cluster.watch.marks import Page
 from rlframe.cluster.watch.watchdog import watching
+from rlframe.utils.errors import NodeDied, WorkerDied
 from tests.until import PATIENCE_S, until
 
 pytestmark = pytest.mark.later
@@ -299,3 +300,8 @@ with watching(ClusterConfig(), Path(sys.argv[1])), phase("reward"):
         driver.send_signal(signal.SIGUSR1)
         assert driver.stderr.readline().startswith("report requested by SIGUSR1: reward has taken")
         driver.kill()
+
+
+def test_ray_has_longer_to_end_after_the_loss_of_a_node() -> None:
+    lost, died = NodeDied("the Ray cluster has lost node-b"), WorkerDied("policy rank 1 died in train")
+    assert module.leave_s(lost) == 4 * module.leave_s(died) == 4 * module.leave_s(None)

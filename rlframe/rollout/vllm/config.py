@@ -107,7 +107,7 @@ class VllmConfig(ServedConfig):
     @property
     def reads_shared_once(self) -> bool:
         """See RolloutConfig."""
-        return self.share_prompts and self.enable_prefix_caching
+        return self.share_prompts
 
     @property
     def num_worker_processes(self) -> int:
@@ -116,6 +116,10 @@ class VllmConfig(ServedConfig):
 
     def __post_init__(self) -> None:
         ServedConfig.__post_init__(self)
+        if self.share_prompts and not self.enable_prefix_caching:
+            raise SettingError("share_prompts", "has no effect with enable_prefix_caching=false; remove it", got="true")
+        if self.worker_process and self.tp > 1:
+            raise SettingError("worker_process", f"has no effect with tp={self.tp}; remove it", got="true")
         if not self.compile and "compilation_config" in self.engine_options:
             raise SettingError(
                 "compile", "false and engine_options.compilation_config set the same", got=False, hint="choose one"

@@ -29,6 +29,11 @@ def architecture(**changes: Any) -> Architecture:
     ("values", "message"),
     [
         ({"tp": 0}, "tp must be at least 1, got 0"),
+        (
+            {"share_prompts": True, "enable_prefix_caching": False},
+            "share_prompts has no effect with enable_prefix_caching=false",
+        ),
+        ({"worker_process": True, "tp": 2}, "worker_process has no effect with tp=2"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be at most 1, got 1.5"),
         ({"max_model_len": 1}, "max_model_len must be at least 2, got 1"),

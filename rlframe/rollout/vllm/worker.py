@@ -174,7 +174,7 @@ def capture_of(model: Any, vllm_config: Any) -> RouteCapture | None:
 def share_prompts() -> None:
     """Lets decode steps read the tokens that sequences share once, wherever vLLM chooses FlashAttention. Its layers ask
     for their kernels when the model is made, after the loader."""
-    # FlashAttention's module needs a GPU.
+    # Its kernels need Triton, which an engine on a CPU may lack.
     from rlframe.rollout.vllm.attention.backend import register
 
     register()

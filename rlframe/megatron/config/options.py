@@ -54,7 +54,8 @@ class KernelConfig:
     attention: Attention = Attention.AUTO
     """Backend of attention. auto leaves the choice to Transformer Engine (cuDNN on Hopper)."""
     rope_fusion: bool = True
-    """Whether the rotary embedding is one kernel."""
+    """Whether rotary positions are one kernel: with the norms of query and key heads and the copies between them where
+    positions are turned over whole heads and in all layers alike, else Transformer Engine's."""
     activation_fusion: bool = True
     """Whether SwiGLU is one kernel: of the operations between the two matrix products only its input is kept."""
     permute_fusion: bool = True

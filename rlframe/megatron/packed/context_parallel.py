@@ -83,18 +83,20 @@ def whole_on_ranks(lengths: Sequence[int], cp_size: int) -> list[list[int]] | No
     return parts if 0 < max(tokens) * cp_size <= EVEN * sum(tokens) else None
 
 
-def positions_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+def positions_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int, num_tokens: int | None = None) -> Tensor:
     """Returns [T / cp] the position in its sequence of each token of rank `cp_rank`, sequence after sequence.
 
     Args:
         cu_seqlens: [R + 1] bounds of the sequences in the whole pack; their lengths are multiples of 2 * cp, if cp > 1.
+        num_tokens: T / cp. If it is None the host waits for a GPU that has the bounds.
     """
-    own = (cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size
-    index = torch.arange(int(own.sum()), device=cu_seqlens.device)
-    index = index - torch.repeat_interleave(cu_seqlens[:-1] // cp_size, own)
+    starts = (cu_seqlens // cp_size).long()
+    index = torch.arange(int(starts[-1]) if num_tokens is None else num_tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(starts, index, right=True) - 1
+    index = index - starts[sequence]
     if cp_size == 1:
         return index
-    chunk = torch.repeat_interleave(own // 2, own)
+    chunk = (starts.diff() // 2)[sequence]
     return index + chunk * torch.where(index < chunk, cp_rank, 2 * cp_size - 2 - cp_rank)
 
 

@@ -24,6 +24,6 @@ class HeadNorm(torch.nn.Module):
         # By this mark Megatron adds up the gradients of ranks that each saw a slice of the tokens.
         self.weight.sequence_parallel = config.sequence_parallel
 
-    def forward(self, heads: Tensor) -> Tensor:
-        """Returns [..., D] normalised over D."""
-        return F.rms_norm(heads, self.weight.shape, self.weight, self.eps)
+    def forward(self, heads: Tensor | None) -> Tensor:
+        """Returns [..., D] normalised over D. Without heads it returns its weight [D], for `QueryKeyAttention`."""
+        return self.weight if heads is None else F.rms_norm(heads, self.weight.shape, self.weight, self.eps)

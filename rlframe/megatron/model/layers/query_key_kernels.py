@@ -20,6 +20,8 @@ HEADS = 16
 """Number of heads of a token that one program holds in registers at once."""
 PROGRAMS = 1024
 """Number of programs that the tokens of a gradient are divided among, so that few sums are left for the weights."""
+WARPS = 4
+"""Number of warps of a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def forward(
     if rows:
         _forward[(rows, triton.cdiv(heads.count, HEADS))](
             mixed, *(weights or (mixed, mixed)), *turns, q, k, v, epsilon, COUNT=heads.count, GROUP=heads.group,
-            HALF=heads.size // 2, NORMED=weights is not None, HEADS=HEADS, num_warps=4,
+            HALF=heads.size // 2, NORMED=weights is not None, HEADS=HEADS, num_warps=WARPS,
         )  # fmt: skip
     return q, k, v
 
@@ -176,6 +178,6 @@ def backward(
         _backward[(programs, blocks)](
             *(each.contiguous() for each in grads), mixed, *(weights or (mixed, mixed)), *turns, out, sums, rows,
             epsilon, COUNT=heads.count, GROUP=heads.group, HALF=heads.size // 2, NORMED=weights is not None,
-            HEADS=HEADS, num_warps=4,
+            HEADS=HEADS, num_warps=WARPS,
         )  # fmt: skip
     return out, sums.sum(0) if weights else None

@@ -59,8 +59,9 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         """Number of optimizer steps taken so far in the run."""
         self.start_timeout_s = start_timeout_s
         self.metrics: dict[str, float] = {}
-        """Metrics of the last training: memory of the rank that uses most. And of the last sleep and the last wake:
-        bytes given back on all devices, seconds of the slowest rank, and what the worst rank could not give back."""
+        """Metrics of the last training: memory of the rank that uses most, and seconds of the slowest. And of the last
+        sleep and the last wake: bytes given back on all devices, seconds of the slowest rank, and what the worst rank
+        could not give back."""
         self.workers = WorkerGroup(
             MegatronWorker,
             role=self.role,
@@ -163,6 +164,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         results = self.workers.wait(calls, doing="train")
         self.num_optimizer_steps += len(steps)
         self.metrics |= of_role(self.role, [each.memory for each in results])
+        self.metrics[f"time/{self.role}_update_s"] = max(each.seconds for each in results)
         reported = [[results[rank].steps[index] for rank in self.reporters] for index in range(len(steps))]
         merged = [merge(update.metrics for update in updates) for updates in reported]
         # The first epoch has every sequence once.

@@ -29,7 +29,7 @@ def host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
     `cudaHostAlloc`, which torch pins by, gave 1.0 GB a second on the host of an H100, and a forward pass in another
     thread stood still until it was done. Pages that are written first and registered afterwards took 0.3 s a GB, of
     which the registration took 0.05 (8 GiB, torch 2.11, CUDA 13). torch's allocator does so with
-    `pinned_use_cuda_host_register`, but for small buffers too; vLLM's `cublasCreate` failed in the one run with it.
+    `pinned_use_cuda_host_register`, but for small buffers too.
 
     Raises:
         torch.cuda.CudaError: CUDA does not register the memory, for instance beyond a limit of locked memory.

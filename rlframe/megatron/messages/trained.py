@@ -12,4 +12,6 @@ class Trained:
 
     steps: list[UpdateResult]
     """Result of each step."""
+    seconds: float
+    """Seconds that all steps took, until the device had done its work."""
     memory: MemoryUse

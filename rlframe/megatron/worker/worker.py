@@ -2,6 +2,7 @@
 
 import pathlib
 import pickle
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -117,8 +118,9 @@ class MegatronWorker(MegatronRank, TrainerRank):
 
     def train(self, shares: list[Share], algorithm: Algorithm, first_step: int) -> Trained:
         """See Trainer.train."""
+        begun = time.perf_counter()
         steps = self.trainer.train([share.microbatches() for share in shares], algorithm, first_step=first_step)
-        return Trained(steps=steps, memory=used())
+        return Trained(steps=steps, seconds=time.perf_counter() - begun, memory=used())
 
     def sleep(self) -> Moved:
         """See Trainer.sleep."""

@@ -19,8 +19,9 @@ A job may outlast the ten minutes of a call on the machine if the queue has a se
     setsid nohup python tests/gpu/payload/jobs.py PLAN.json ~/out --limit-s 1150 > ~/queue.log 2>&1 < /dev/null &
     sleep 570; cp ~/out/* $OUT    # and the same again in the next call
 
-OUT/results.tgz has the folders and each job's messages (`log`), OUT/jobs.json the exit status and the seconds of each.
-Both are written anew whenever a job ends, because a machine may be taken back. No job begins with less than 20 of the
+OUT/results.tgz has the folders and each job's messages (`log`), without links and files of more than LARGEST_BYTES,
+OUT/jobs.json the exit status and the seconds of each. Both are written anew whenever a job ends, because a machine may
+be taken back. No job begins with less than 20 of the
 seconds of --limit-s left, and none goes on longer.
 """
 
@@ -41,6 +42,8 @@ MARK = "RLFRAME_GPU_JOB"
 """Environment variable by which the processes of a job are known."""
 LEAST_S = 20.0
 TAIL_CHARACTERS = 1500
+LARGEST_BYTES = 16 << 20
+"""A model that a job has made would hold up all lanes for as long as it takes to pack it."""
 
 
 def main() -> None:
@@ -131,7 +134,12 @@ class Queue:
             self.rows[name] = {"rc": rc, "seconds": round(seconds, 1)}
             (self.out / "jobs.json").write_text(json.dumps(self.rows, indent=1) + "\n")
             with tarfile.open(self.out / "results.tgz", "w:gz") as archive:
-                archive.add(self.folder, arcname="results")
+                archive.add(self.folder, arcname="results", filter=small)
+
+
+def small(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Returns what goes into the archive."""
+    return member if member.isdir() or (member.isfile() and member.size <= LARGEST_BYTES) else None
 
 
 def kill(name: str, stop: signal.Signals) -> None:

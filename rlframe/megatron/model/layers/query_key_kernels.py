@@ -18,7 +18,7 @@ from torch import Tensor
 
 HEADS = 16
 """Number of heads of a token that one program holds in registers at once."""
-PROGRAMS = 1024
+PROGRAMS = 512
 """Number of programs that the tokens of a gradient are divided among, so that few sums are left for the weights."""
 WARPS = 4
 """Number of warps of a program."""

@@ -158,8 +158,9 @@ class Tuning:
     """Loads that are under way at the same time."""
 
 
-NARROW, WIDE = Tuning(4, 64, 4, 2), Tuning(3, 64, 4, 3)
-"""For items of up to 16 queries, and of more. The fastest of ten that were tried by hand on an H100 (2026-11-28)."""
+NARROW, WIDE = Tuning(8, 32, 4, 2), Tuning(3, 64, 4, 3)
+"""For items of up to 16 queries, and of more. The first is among the fastest of `shared_attention.py --search` in three
+cases on an H200, the second the fastest of ten that were tried by hand on an H100 (2026-11-28)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,14 +116,22 @@ class VllmConfig(ServedConfig):
 
     def __post_init__(self) -> None:
         ServedConfig.__post_init__(self)
-        if self.share_prompts and not self.enable_prefix_caching:
-            raise SettingError("share_prompts", "has no effect with enable_prefix_caching=false; remove it", got="true")
+        if self.share_prompts and (other := self._reads_all()):
+            raise SettingError("share_prompts", f"has no effect with {other}; remove it", got="true")
         if self.worker_process and self.tp > 1:
             raise SettingError("worker_process", f"has no effect with tp={self.tp}; remove it", got="true")
         if not self.compile and "compilation_config" in self.engine_options:
             raise SettingError(
                 "compile", "false and engine_options.compilation_config set the same", got=False, hint="choose one"
             )
+
+    def _reads_all(self) -> str | None:
+        """Returns a setting with which every decode step reads shared tokens for each response."""
+        if not self.enable_prefix_caching:
+            return "enable_prefix_caching=false"
+        if self.speculative is not None:
+            return "speculative"
+        return None if self.kv_cache_dtype is CacheFormat.AUTO else f"kv_cache_dtype={self.kv_cache_dtype}"
 
     def faults(self, architecture: Architecture) -> Iterator[Fault]:
         """See RolloutConfig."""

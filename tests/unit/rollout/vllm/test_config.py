@@ -3,6 +3,8 @@ from typing import Any
 import pytest
 
 from rlframe.models.families.base import Architecture
+from rlframe.rollout.base.config import CacheFormat
+from rlframe.rollout.base.speculative import SpeculativeConfig
 from rlframe.rollout.vllm.config import VllmConfig, slot_rank
 from rlframe.rollout.vllm.launch import CPU_CACHE_BYTES, LEAST_CLAIM, memory_options
 
@@ -32,6 +34,14 @@ def architecture(**changes: Any) -> Architecture:
         (
             {"share_prompts": True, "enable_prefix_caching": False},
             "share_prompts has no effect with enable_prefix_caching=false",
+        ),
+        (
+            {"share_prompts": True, "kv_cache_dtype": CacheFormat.FP8},
+            "share_prompts has no effect with kv_cache_dtype=fp8",
+        ),
+        (
+            {"share_prompts": True, "speculative": SpeculativeConfig()},
+            "share_prompts has no effect with speculative",
         ),
         ({"worker_process": True, "tp": 2}, "worker_process has no effect with tp=2"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),

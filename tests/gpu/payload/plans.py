@@ -1,0 +1,106 @@
+"""Writes plans for jobs.py: what is to be measured on one, four or eight GPUs, the most wanted first.
+
+    python tests/gpu/payload/plans.py kernels > plan.json
+
+Peers need peers.py's packages in ~/peers_site. A run of rlframe starts in 90 to 170 seconds on a slow host, verl in 180
+to 340.
+"""
+
+import argparse
+import json
+from typing import Any
+
+BENCHMARKS = "python examples/benchmarks"
+FOUR, EIGHT = "0,1,2,3", "0,1,2,3,4,5,6,7"
+BOTH = "--set rlframe:++rollout.share_prompts=true --set rlframe:++rollout.worker_process=true"
+Job = dict[str, Any]
+Phase = dict[str, list[Job]]
+"""Jobs by the GPUs of their lane."""
+SPARE_S = 35
+"""Seconds of a job beside those of the run that its benchmark ends: imports, and the end itself."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", choices=PLANS)
+    print(json.dumps(PLANS[parser.parse_args().plan], indent=1))
+
+
+def job(name: str, run: str, limit_s: int, **more: Any) -> Job:
+    """Returns a job."""
+    return {"name": name, "run": run, "limit_s": limit_s, **more}
+
+
+def side(name: str, of: str, limit_s: int, more: str = "", *, warm_up: int = 2) -> Job:
+    """Returns a job that runs one side of step_vs_peers.py on the GPU of its lane. Its model is deleted after it."""
+    script = f"{BENCHMARKS}/step_vs_peers.py {of} {more} --gpu $CUDA_VISIBLE_DEVICES --warm-up {warm_up} --steps 3"
+    folders = f"--folder /tmp/{name}/inputs --logs $RESULT/logs --output $RESULT/out"
+    run = f"{script} --limit-s {limit_s - SPARE_S} {folders}; rc=$?; rm -rf /tmp/{name}/inputs; exit $rc"
+    return job(name, run, limit_s, **({} if of == "rlframe" else {"path": ["peers_site"]}))
+
+
+def benchmark(name: str, run: str, limit_s: int) -> Job:
+    """Returns a job that runs a benchmark, whose own limit leaves it time to write what it has."""
+    ends_itself = " --logs $RESULT/logs --limit-s " + str(limit_s - SPARE_S)
+    has_limit = run.startswith(("recipes.py", "async_rl.py"))
+    return job(name, f"{BENCHMARKS}/{run} --output $RESULT/result.json{ends_itself if has_limit else ''}", limit_s)
+
+
+def tests(name: str, run: str, limit_s: int) -> Job:
+    """Returns a job of tests."""
+    return job(name, f"python -m pytest -o addopts='' -q {run}", limit_s)
+
+
+def lag(name: str, case: str, limit_s: int, more: str) -> Job:
+    """Returns a job of the asynchronous benchmark."""
+    return benchmark(name, f"async_rl.py {case} {more}", limit_s)
+
+
+SHARED = tests("shared_attention", "tests/gpu/test_shared_attention_cuda.py", 240)
+KERNELS = [
+    SHARED,
+    benchmark("query_key", "query_key.py --search", 90),
+    benchmark("attention", "shared_attention.py", 70),
+    tests("options", "tests/gpu/test_training_options_cuda.py tests/gpu/test_families_cuda.py", 240),
+]
+MIXTURE = "--model qwen3_30b_a3b --layers 24 --prompts 64"
+DENSE = (
+    "--model qwen3_4b --prompts 64 --set train.parallel=d2 rollout.num_engines=2 train.max_tokens_per_microbatch=5120"
+)
+PLANS: dict[str, list[Phase]] = {
+    "kernels": [{"0": KERNELS}],
+    "equal": [
+        {
+            "0": [side("verl", "verl", 470, warm_up=1)],
+            "1": [side("rlframe_both", "rlframe", 270, BOTH), SHARED],
+            "2": [side("rlframe", "rlframe", 270), KERNELS[1]],
+            "3": [side("trl", "trl", 250, warm_up=1)],
+        }
+    ],
+    "tail": [
+        {
+            "0": [side("verl_tail", "verl", 470, "--workload tail", warm_up=1)],
+            "1": [side("rlframe_both_tail", "rlframe", 290, f"--workload tail {BOTH}")],
+            "2": [side("rlframe_tail", "rlframe", 290, "--workload tail")],
+            "3": [side("trl_tail", "trl", 420, "--workload tail", warm_up=1)],
+        }
+    ],
+    "four_h200": [
+        {FOUR: [benchmark("tp4", "recipes.py grpo_30b_tp4 --warm-up 1 --steps 2", 360)]},
+        {FOUR: [lag("mixture1", "mixture_lag1", 330, f"{MIXTURE} --warm-up 2 --steps 4")]},
+        {FOUR: [lag("mixture0", "mixture_lag0", 290, f"{MIXTURE} --warm-up 1 --steps 2")]},
+        {FOUR: [benchmark("two_engines", "recipes.py grpo_30b_two_engines --warm-up 1 --steps 2", 360)]},
+    ],
+    "four_h100": [
+        {FOUR: [lag("dense0", "lag0", 240, f"{DENSE} --warm-up 2 --steps 4")]},
+        {FOUR: [lag("dense1", "lag1", 240, f"{DENSE} --warm-up 3 --steps 5")]},
+    ],
+    "eight_h200": [
+        {EIGHT: [benchmark("resident", "recipes.py grpo_30b_eight_resident --warm-up 1 --steps 2", 400)]},
+        {EIGHT: [benchmark("sync", "weight_sync.py 235b", 400)]},
+        {EIGHT: [benchmark("grpo_8b", "recipes.py grpo_8b_eight ppo_8b_eight --warm-up 1 --steps 2", 600)]},
+    ],
+}
+
+if __name__ == "__main__":
+    main()

@@ -28,8 +28,22 @@ FILES = {
 def test_kernels_through_tritons_interpreter(module: str) -> None:
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
-    paths = [str(ROOT / "tests/unit" / file) for file in FILES[module]]
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", *paths]
+    passes([str(ROOT / "tests/unit" / file) for file in FILES[module]])
+
+
+CUTS = "shared and d1 and grpo or d1c2 and a2a and not d1c2p2 or d1t2 and float32 and not recompute"
+"""Cells of the gradient matrix: shared prompts, sequences and heads cut among ranks, stages, dynamic and not."""
+
+
+@pytest.mark.thorough
+def test_gradients_with_the_kernel_of_queries_and_keys() -> None:
+    """`gradients.ranks` puts the GPU's attention into the layers of these processes."""
+    passes([str(ROOT / "tests/multiprocess/megatron/test_gradient_matrix.py"), "-k", CUTS])
+
+
+def passes(arguments: list[str]) -> None:
+    """Runs pytest on what it is given."""
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

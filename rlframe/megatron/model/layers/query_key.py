@@ -67,8 +67,7 @@ class QueryKeyAttention(SelfAttention):
         keys = self.num_query_groups_per_partition
         sizes = (keys, self.num_attention_heads_per_partition // keys, self.hidden_size_per_attention_head)
         turns = turns_of(*self.packed, len(mixed))
-        parts = TurnedHeads.apply(mixed.squeeze(1), *weights, turns, sizes, self.config.layernorm_epsilon)
-        return tuple(part.unsqueeze(1) for part in parts)
+        return TurnedHeads.apply(mixed, *weights, turns, sizes, self.config.layernorm_epsilon)
 
 
 class TurnedHeads(torch.autograd.Function):
@@ -84,10 +83,10 @@ class TurnedHeads(torch.autograd.Function):
         sizes: tuple[int, int, int],
         epsilon: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries [T, keys * group, D], keys and values [T, keys, D].
+        """Returns queries [T, 1, keys * group, D], keys and values [T, 1, keys, D].
 
         Args:
-            mixed: [T, keys * (group + 2) * D].
+            mixed: [T, 1, keys * (group + 2) * D].
             q_weight: [D] of the norm of query heads. None if there is none.
             k_weight: the same of key heads.
             turns: [T, D / 2] cosine and sine.

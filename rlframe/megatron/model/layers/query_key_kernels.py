@@ -139,16 +139,16 @@ def _backward(
 def forward(
     mixed: Tensor, weights: tuple[Tensor, Tensor] | None, turns: tuple[Tensor, Tensor], heads: Heads, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries [T, keys * group, D], keys and values [T, keys, D].
+    """Returns queries [T, ..., keys * group, D], keys and values [T, ..., keys, D].
 
     Args:
-        mixed: [T, keys * (group + 2) * D] the projection's output.
+        mixed: [T, ..., keys * (group + 2) * D] the projection's output; the middle axes have one element.
         weights: [D] of the norms of queries and of keys. None if there are none.
         turns: [T, D / 2] float32 cosine and sine of each token's angles.
     """
     mixed, rows = mixed.contiguous(), len(mixed)
-    q = mixed.new_empty(rows, heads.keys * heads.group, heads.size)
-    k, v = mixed.new_empty(2, rows, heads.keys, heads.size)
+    q = mixed.new_empty(*mixed.shape[:-1], heads.keys * heads.group, heads.size)
+    k, v = (mixed.new_empty(*mixed.shape[:-1], heads.keys, heads.size) for _ in range(2))
     if rows:
         _forward[(rows, triton.cdiv(heads.count, HEADS))](
             mixed, *(weights or (mixed, mixed)), *turns, q, k, v, epsilon, COUNT=heads.count, GROUP=heads.group,

@@ -53,6 +53,8 @@ def on_rank(
     from rlframe.megatron.worker import environment, parallel  # noqa: PLC0415
     from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
 
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        with_query_key_kernels()
     # However few tokens two rollouts have in common.
     prefixes.FEWEST_TOKENS = 1
     results = []
@@ -68,6 +70,25 @@ def on_rank(
         results.append({"cells": [measure(trainer, cell, batch) for cell in setup.cells]} | facts(trainer, batch))
         parallel.shutdown()
     return results
+
+
+def with_query_key_kernels() -> None:
+    """Gives the CPU's layers the attention of a GPU's, whose kernels go through Triton's interpreter."""
+    from rlframe.megatron.model import transformer  # noqa: PLC0415 - as above
+    from rlframe.megatron.model.layers.head_norm import HeadNorm  # noqa: PLC0415
+    from rlframe.megatron.model.layers.query_key import QueryKeyAttention, is_plain  # noqa: PLC0415
+
+    local_layer = transformer.local_layer
+
+    def layer(architecture: Any, config: Any, index: int) -> Any:
+        spec = local_layer(architecture, config, index)
+        assert is_plain(architecture, config) and architecture.qk_norm
+        attention = spec.submodules.self_attention
+        attention.module = QueryKeyAttention
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = HeadNorm
+        return spec
+
+    transformer.local_layer = layer
 
 
 def facts(trainer: Any, batch: TrainBatch) -> dict[str, Any]:

@@ -45,7 +45,9 @@ def test_values_and_gradients_are_those_of_torch(
     turns = angles.cos(), angles.sin()
     ours = [mixed.clone().requires_grad_(), *(each.clone().to(dtype).requires_grad_() for each in weights or ())]
     theirs = [each.detach().float().requires_grad_() for each in ours]
-    out = TurnedHeads.apply(ours[0], *(ours[1:] or (None, None)), turns, (KEYS, group, SIZE), EPSILON)
+    out = TurnedHeads.apply(ours[0][:, None], *(ours[1:] or (None, None)), turns, (KEYS, group, SIZE), EPSILON)
+    assert [part.shape[:2] for part in out] == [(ROWS, 1)] * 3
+    out = [part.squeeze(1) for part in out]
     expected = reference(theirs[0].to(dtype), (theirs[1], theirs[2]) if normed else None, turns, group)
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.02}
     for part, other in zip(out, expected, strict=True):

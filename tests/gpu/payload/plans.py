@@ -61,7 +61,11 @@ KERNELS = [
     SHARED,
     benchmark("query_key", "query_key.py --search", 90),
     benchmark("attention", "shared_attention.py", 70),
-    tests("options", "tests/gpu/test_training_options_cuda.py tests/gpu/test_families_cuda.py", 240),
+    tests(
+        "options",
+        "tests/gpu/test_query_key_cuda.py tests/gpu/test_training_options_cuda.py tests/gpu/test_families_cuda.py",
+        300,
+    ),
 ]
 MIXTURE = "--model qwen3_30b_a3b --layers 24 --prompts 64"
 DENSE = (

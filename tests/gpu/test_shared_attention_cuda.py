@@ -89,5 +89,5 @@ def gaps(folder: Path, completions: list[Completion]) -> torch.Tensor:
 def test_responses_are_as_near_to_float32_as_those_of_flash_attention(folder: Path) -> None:
     ours, theirs = (gaps(folder, sampled(folder, share=share)) for share in (True, False))
     # Logits are bfloat16 in both: at 2 to 4 they are 2 ** -6 apart.
-    assert theirs.mean() < 0.01 and ours.mean() < 1.1 * theirs.mean(), f"{ours.mean()} and {theirs.mean()} nats"
+    assert theirs.mean() < 0.03 and ours.mean() < 1.1 * theirs.mean(), f"{ours.mean()} and {theirs.mean()} nats"
     assert ours.max() < 2 * theirs.max(), f"{ours.max()} and {theirs.max()} nats"

@@ -20,7 +20,7 @@ LOWEST = tl.constexpr(-1e30)
 """Stands for minus infinity where two of them are subtracted: 0 times it is 0, and its exp is 0."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _statistics(
     logits, targets, out, row_stride, num_tokens, start, valid, inverse_temperature, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -80,7 +80,7 @@ def _forward(
     tl.store(v + place + HALF, second.to(kind), mask=inside & is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _backward(
     grad_q, grad_k, grad_v, mixed, q_weight, k_weight, cos, sin, out, sums, num_rows, epsilon, COUNT: tl.constexpr,
     GROUP: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, HEADS: tl.constexpr,

@@ -27,6 +27,9 @@ ITEM, PARTS = 5, 5
 """Numbers of an item (place, sequences, begin, end, slot), and of the places of a sequence's results (the first slot of
 shared tokens, the distance to the next, their number; the first slot of its own tokens, and their number)."""
 
+VARYING = ["num_rows"]
+"""Numbers that change while an engine samples. Triton would compile kernels anew for 1, and for multiples of 16."""
+
 
 @triton.jit
 def _pages_in_common(tables, lengths, me, each, num_rows, width, halvings, PAGE: tl.constexpr):
@@ -46,7 +49,7 @@ def _pages_in_common(tables, lengths, me, each, num_rows, width, halvings, PAGE:
     return tl.where((own > 0) & (others > 0), least, 0), others > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _find_depths(tables, lengths, depths, num_rows, width, halvings, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Computes the number of pages that a row shares with any other."""
     me = tl.program_id(0).to(tl.int64)
@@ -55,7 +58,7 @@ def _find_depths(tables, lengths, depths, num_rows, width, halvings, PAGE: tl.co
     tl.store(depths + me, tl.max(tl.where(each == me, 0, common)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _find_groups(tables, lengths, depths, groups, num_rows, width, halvings, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Computes a row's group: its first row, the row's rank in it, its size, and its number of shared tokens."""
     me = tl.program_id(0).to(tl.int64)
@@ -83,7 +86,7 @@ def _divide(items, first, number, place, rows, begin, end, chunk, slot):
         tl.store(item + 4, slot + index * rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _make_items(
     lengths,
     groups,

@@ -13,6 +13,8 @@ from typing import Any
 BENCHMARKS = "python examples/benchmarks"
 FOUR, EIGHT = "0,1,2,3", "0,1,2,3,4,5,6,7"
 BOTH = "--set rlframe:++rollout.share_prompts=true --set rlframe:++rollout.worker_process=true"
+KEPT = "--set rlframe:train.release_memory=false"
+"""For GPUs of 141 GB, on which engine and micro-batches have room beside each other."""
 Job = dict[str, Any]
 Phase = dict[str, list[Job]]
 """Jobs by the GPUs of their lane."""
@@ -78,7 +80,7 @@ PLANS: dict[str, list[Phase]] = {
             "0": [side("verl", "verl", 470, warm_up=1)],
             "1": [side("rlframe_both", "rlframe", 270, BOTH), SHARED],
             "2": [side("rlframe", "rlframe", 270), KERNELS[1]],
-            "3": [side("trl", "trl", 250, warm_up=1)],
+            "3": [side("trl", "trl", 250, warm_up=1), side("rlframe_kept", "rlframe", 270, KEPT)],
         }
     ],
     "tail": [

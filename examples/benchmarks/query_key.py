@@ -74,11 +74,11 @@ def measured(case: Case, speed: float, *, search: bool) -> dict[str, Any]:
     mixed = torch.randn(rows, heads.count * heads.size, device=DEVICE).bfloat16().requires_grad_()
     weights = [(1 + torch.rand(heads.size, device=DEVICE)).bfloat16().requires_grad_() for _ in range(2)]
     angles = 100 * torch.rand(rows, heads.size // 2, device=DEVICE)
-    turns = angles.cos(), angles.sin()
+    turns, both_halves = (angles.cos(), angles.sin()), torch.cat([angles, angles], -1)[:, None, None]
     bounds = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
     sizes = (heads.keys, heads.group, heads.size)
     ways = {
-        "separate": lambda: separate(mixed, weights, torch.cat([angles, angles], -1)[:, None, None], bounds, heads),
+        "separate": lambda: separate(mixed, weights, both_halves, bounds, heads),
         "one": lambda: TurnedHeads.apply(mixed, *weights, turns, sizes, EPSILON),
     }
     grads = [torch.randn_like(part) for part in ways["one"]()]

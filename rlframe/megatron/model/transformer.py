@@ -25,7 +25,7 @@ from rlframe.megatron.model.architecture_fields import special_fields, yarn_attr
 from rlframe.megatron.model.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from rlframe.megatron.model.layers.head_norm import HeadNorm
 from rlframe.megatron.model.layers.parts import set_parts
-from rlframe.megatron.model.layers.query_key import QueryKeyAttention, is_plain
+from rlframe.megatron.model.layers.query_key import QueryKeyAttention, turns_whole_heads
 from rlframe.megatron.model.layers.sparse_attention import SparseLatentAttention
 from rlframe.megatron.model.layers.whole_norms import KeyNorm, QueryNorm
 from rlframe.megatron.model.training_fields import transformer_fields
@@ -161,7 +161,7 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, device: to
                 attention.submodules.q_layernorm, attention.submodules.k_layernorm = QueryNorm, KeyNorm
             elif architecture.qk_norm and not config.layernorm_zero_centered_gamma:
                 attention.submodules.q_layernorm = attention.submodules.k_layernorm = HeadNorm
-            if config.apply_rope_fusion and is_plain(architecture, config):
+            if config.apply_rope_fusion and turns_whole_heads(architecture, tp=config.tensor_model_parallel_size):
                 attention.module = QueryKeyAttention
         return block
     offset = get_transformer_layer_offset(config, vp_stage=chunk)

@@ -14,10 +14,7 @@ one after the other. The lanes of a phase run side by side. A phase begins when 
 the home folder that go on PYTHONPATH before ~/overlay/extras and ~/site, `env` further variables. When a job ends, or
 its limit does, every process that has its environment is killed, so that daemons hold no GPU that the next job needs.
 
-A job may outlast the ten minutes of a call on the machine if the queue has a session of its own and calls follow:
-
-    setsid nohup python tests/gpu/payload/jobs.py PLAN.json ~/out --limit-s 1150 > ~/queue.log 2>&1 < /dev/null &
-    sleep 570; cp ~/out/* $OUT    # and the same again in the next call
+A job may outlast the ten minutes of a call on the machine: machine.sh gives the queue a session of its own.
 
 OUT/results.tgz has the folders and each job's messages (`log`), without links and files of more than LARGEST_BYTES,
 OUT/jobs.json the exit status and the seconds of each. Both are written anew whenever a job ends, because a machine may

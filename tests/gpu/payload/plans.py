@@ -53,11 +53,6 @@ def tests(name: str, run: str, limit_s: int) -> Job:
     return job(name, f"python -m pytest -o addopts='' -q {run}", limit_s)
 
 
-def lag(name: str, case: str, limit_s: int, more: str) -> Job:
-    """Returns a job of the asynchronous benchmark."""
-    return benchmark(name, f"async_rl.py {case} {more}", limit_s)
-
-
 SHARED = tests("shared_attention", "tests/gpu/test_shared_attention_cuda.py", 240)
 KERNELS = [
     SHARED,
@@ -93,18 +88,19 @@ PLANS: dict[str, list[Phase]] = {
     ],
     "four_h200": [
         {FOUR: [benchmark("tp4", "recipes.py grpo_30b_tp4 --warm-up 1 --steps 2", 360)]},
-        {FOUR: [lag("mixture1", "mixture_lag1", 330, f"{MIXTURE} --warm-up 2 --steps 4")]},
-        {FOUR: [lag("mixture0", "mixture_lag0", 290, f"{MIXTURE} --warm-up 1 --steps 2")]},
+        {FOUR: [benchmark("mixture1", f"async_rl.py mixture_lag1 {MIXTURE} --warm-up 2 --steps 4", 380)]},
+        {FOUR: [benchmark("mixture0", f"async_rl.py mixture_lag0 {MIXTURE} --warm-up 1 --steps 2", 290)]},
         {FOUR: [benchmark("two_engines", "recipes.py grpo_30b_two_engines --warm-up 1 --steps 2", 360)]},
     ],
     "four_h100": [
-        {FOUR: [lag("dense0", "lag0", 240, f"{DENSE} --warm-up 2 --steps 4")]},
-        {FOUR: [lag("dense1", "lag1", 240, f"{DENSE} --warm-up 3 --steps 5")]},
+        {FOUR: [benchmark("dense0", f"async_rl.py lag0 {DENSE} --warm-up 2 --steps 4", 240)]},
+        {FOUR: [benchmark("dense1", f"async_rl.py lag1 {DENSE} --warm-up 3 --steps 5", 240)]},
     ],
     "eight_h200": [
         {EIGHT: [benchmark("resident", "recipes.py grpo_30b_eight_resident --warm-up 1 --steps 2", 400)]},
         {EIGHT: [benchmark("sync", "weight_sync.py 235b", 400)]},
-        {EIGHT: [benchmark("grpo_8b", "recipes.py grpo_8b_eight ppo_8b_eight --warm-up 1 --steps 2", 600)]},
+        {EIGHT: [benchmark("grpo_8b", "recipes.py grpo_8b_eight --warm-up 1 --steps 2", 300)]},
+        {EIGHT: [benchmark("ppo_8b", "recipes.py ppo_8b_eight --warm-up 1 --steps 2", 300)]},
     ],
 }
 

@@ -47,7 +47,8 @@ class AdjustedAttention(torch.nn.Module):
         """Returns [T, heads * value_dim] from query [T, heads, head_dim], key [T, kv_heads, head_dim] and value."""
         assert packed_seq_params is not None
         if self.scaling is not None:
-            positions = positions_of_rank(packed_seq_params.cu_seqlens_q, *place_in(sharing(packed_seq_params)))
+            place = place_in(sharing(packed_seq_params))
+            positions = positions_of_rank(packed_seq_params.cu_seqlens_q, *place, len(query))
             query = query * query_factors(self.scaling, positions)[:, None, None].to(query.dtype)
         if self.chunk:
             packed_seq_params = chunks_of(packed_seq_params, self.chunk)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
@@ -15,9 +14,13 @@ LARGEST_HEAD = 256
 """Dimension of the largest head whose row fits the registers of a program."""
 
 
-def is_plain(architecture: Architecture, config: TransformerConfig) -> bool:
+def turns_whole_heads(architecture: Architecture, *, tp: int) -> bool:
     """Returns whether queries and keys of all layers are what `QueryKeyAttention` computes: rotary positions of one
-    kind over whole heads, after a norm of each head or none."""
+    kind over whole heads, after a norm of each head or none.
+
+    Args:
+        tp: number of tensor-parallel ranks. With fewer key heads than ranks Megatron gathers them first.
+    """
     scaling = architecture.rope_scaling or {}
     positions = not (
         architecture.rotary_percent != 1.0
@@ -33,7 +36,7 @@ def is_plain(architecture: Architecture, config: TransformerConfig) -> bool:
         or architecture.qk_l2_norm
         or architecture.whole_qk_norm
         or (architecture.qk_norm and architecture.zero_centered_norms)
-        or architecture.num_kv_heads < config.tensor_model_parallel_size
+        or architecture.num_kv_heads < tp
     )
     size = architecture.head_dim
     return positions and heads and size <= LARGEST_HEAD and not size & (size - 1)

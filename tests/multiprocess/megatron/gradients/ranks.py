@@ -76,13 +76,13 @@ def with_query_key_kernels() -> None:
     """Gives the CPU's layers the attention of a GPU's, whose kernels go through Triton's interpreter."""
     from rlframe.megatron.model import transformer  # noqa: PLC0415 - as above
     from rlframe.megatron.model.layers.head_norm import HeadNorm  # noqa: PLC0415
-    from rlframe.megatron.model.layers.query_key import QueryKeyAttention, is_plain  # noqa: PLC0415
+    from rlframe.megatron.model.layers.query_key import QueryKeyAttention, turns_whole_heads  # noqa: PLC0415
 
     local_layer = transformer.local_layer
 
     def layer(architecture: Any, config: Any, index: int) -> Any:
         spec = local_layer(architecture, config, index)
-        assert is_plain(architecture, config) and architecture.qk_norm
+        assert turns_whole_heads(architecture, tp=config.tensor_model_parallel_size) and architecture.qk_norm
         attention = spec.submodules.self_attention
         attention.module = QueryKeyAttention
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = HeadNorm

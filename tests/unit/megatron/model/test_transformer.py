@@ -11,6 +11,7 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.model import transformer
 from rlframe.megatron.model.layers.parts import scale_embeddings
+from rlframe.megatron.model.layers.query_key import turns_whole_heads
 from rlframe.models.hub import load_family, read_config
 from tests.contracts.test_model_family import CONFIGS
 from tests.tiny_models import make
@@ -47,3 +48,18 @@ def test_embeddings_in_bfloat16_are_scaled_bit_for_bit_as_in_transformers(
     scale_embeddings(stage, load_family(tmp_path).architecture(read_config(tmp_path)))
     expected = model.model(token_ids, output_hidden_states=True).hidden_states[0]
     assert torch.equal(stage.embedding(token_ids), expected)
+
+
+WHOLE_HEADS = {"granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss"}
+"""Families whose rotary positions turn whole heads, in all layers alike. Others have windows or layers without
+positions, yarn, parts of heads, norms over all heads, gates, or latent attention."""
+
+
+def test_families_whose_positions_and_norms_are_one_kernel(tmp_path: Path) -> None:
+    found = set()
+    for name, (config, *_) in CONFIGS.items():
+        config.save_pretrained(tmp_path / name)
+        architecture = load_family(tmp_path / name).architecture(read_config(tmp_path / name))
+        found |= {name} if turns_whole_heads(architecture, tp=1) else set()
+        assert not turns_whole_heads(architecture, tp=architecture.num_kv_heads + 1)
+    assert found == WHOLE_HEADS

@@ -56,10 +56,13 @@ MIXTURE = SPLIT | {
     "+train.recompute": "full",
     "+train.moe.router_replay": "true",
     "+train.optimizer.moment_dtype": "bfloat16",
-    "rollout.tp": 2,
-    "+rollout.expert_parallel": "true",
+    "rollout.num_engines": 2,
+    "rollout.tp": 1,
+    "+rollout.worker_process": "true",
+    # A layer's launches take a micro-batch of 8,192 tokens longer than its kernels.
+    "+train.max_tokens_per_microbatch": 16384,
 }
-"""Two GPUs train, two sample; each holds half of the experts, and routers replay the engine's choice."""
+"""Two GPUs train, each with half of the experts, two sample, each on its own. Routers replay the engine's choice."""
 CASES: dict[str, dict[str, Any]] = {
     "lag0": SPLIT,
     "lag1": SPLIT | AHEAD,
@@ -249,7 +252,7 @@ def figures(steps: list[dict[str, float]], engines: list[list[tuple[float, int]]
     shares = [occupancy(changes, begin, end) for changes in engines]
     lengths = ("rollout/response_tokens_mean", "rollout/response_tokens_max", "rollout/lag_mean")
     gaps = ("rollout/logprob_gap_mean_nats", "rollout/logprob_gap_max_nats")
-    keys = ("time/step_s", *(f"time/{name}_s" for name in PHASES), *lengths, *gaps)
+    keys = ("time/step_s", "time/policy_update_s", *(f"time/{name}_s" for name in PHASES), *lengths, *gaps)
     return {
         "timed_steps": len(timed),
         "step_s": step_s,

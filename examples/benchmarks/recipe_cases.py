@@ -85,17 +85,19 @@ HOST_OPTIMIZER = (
 FEW_GRAPHS = "{compilation_config:{mode:0,cudagraph_mode:FULL_DECODE_ONLY,cudagraph_capture_sizes:[8,64,256,512]}}"
 VLLM_GRAPHS = f"rollout.engine_options={FEW_GRAPHS}"
 """Without Inductor, whose compilation would take longer than the steps."""
+SGLANG_GRAPHS = "rollout.engine_options={cuda_graph_bs_decode:[8,64,256,512],disable_prefill_cuda_graph:true}"
+RESIDENT = ("train.offload_optimizer=false", "train.release_memory=true")
+"""What preflight proposes for 141 GB: nothing is copied to host memory."""
 FOUR = {
     "grpo_30b_ep4": replace(MIXTURE, overrides=(*FOUR_TRAINERS, "rollout.expert_parallel=true", VLLM_GRAPHS)),
-    "grpo_30b_tp4": replace(MIXTURE, overrides=(*FOUR_TRAINERS, VLLM_GRAPHS)),
-    # What preflight proposes: two processes choose what comes next, and nothing is copied to host memory.
+    "grpo_30b_tp4": replace(MIXTURE, overrides=(*FOUR_TRAINERS, *RESIDENT, VLLM_GRAPHS)),
+    # What preflight proposes: two processes choose what comes next.
     "grpo_30b_two_engines": replace(
         MIXTURE,
         overrides=(
             "train.parallel=d4e4",
             *SMALL_STATE,
-            "train.offload_optimizer=false",
-            "train.release_memory=true",
+            *RESIDENT,
             "rollout.num_engines=2",
             "rollout.tp=2",
             "rollout.expert_parallel=true",
@@ -110,7 +112,8 @@ FOUR = {
     ),
     "grpo_30b_tp4_80": replace(MIXTURE, overrides=(*FOUR_TRAINERS, *HOST_OPTIMIZER, VLLM_GRAPHS)),
     "grpo_30b_sglang": replace(
-        MIXTURE, overrides=("rollout=sglang", *FOUR_TRAINERS[:-2], "rollout.expert_parallel=true")
+        MIXTURE,
+        overrides=("rollout=sglang", *FOUR_TRAINERS, *RESIDENT, "rollout.expert_parallel=true", SGLANG_GRAPHS),
     ),
     "grpo_30b_2_2": replace(
         MIXTURE,
@@ -120,11 +123,10 @@ FOUR = {
             *SMALL_STATE,
             "train.offload_optimizer=false",
             "cluster.colocate=false",
-            "rollout.num_engines=1",
-            "rollout.tp=2",
-            "rollout.expert_parallel=true",
-            "rollout.max_num_seqs=512",
-            VLLM_GRAPHS,
+            "rollout.num_engines=2",
+            "rollout.tp=1",
+            "rollout.max_num_seqs=256",
+            VLLM_GRAPHS.replace("256,512", "256"),
         ),
     ),
 }
@@ -137,8 +139,7 @@ EIGHT = {
     "grpo_30b_eight_resident": replace(
         MIXTURE,
         overrides=(
-            "train.offload_optimizer=false",
-            "train.release_memory=true",
+            *RESIDENT,
             "train.recompute_options.method=block",
             "train.recompute_options.layers=24",
             "rollout.num_engines=2",

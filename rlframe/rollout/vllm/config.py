@@ -101,8 +101,8 @@ class VllmConfig(ServedConfig):
     of them (CUDA, where vLLM chooses FlashAttention). Needs enable_prefix_caching. Same but for rounding."""
 
     worker_process: bool = False
-    """Whether the worker of a single GPU has a process of its own, as those of several have. vLLM then decides what
-    comes next while the worker prepares the step before it."""
+    """Whether the worker of a single GPU has a process of its own, as those of several always have. vLLM then decides
+    what comes next while the worker prepares the step before it."""
 
     @property
     def reads_shared_once(self) -> bool:
@@ -118,8 +118,6 @@ class VllmConfig(ServedConfig):
         ServedConfig.__post_init__(self)
         if self.share_prompts and (other := self._reads_all()):
             raise SettingError("share_prompts", f"has no effect with {other}; remove it", got="true")
-        if self.worker_process and self.tp > 1:
-            raise SettingError("worker_process", f"has no effect with tp={self.tp}; remove it", got="true")
         if not self.compile and "compilation_config" in self.engine_options:
             raise SettingError(
                 "compile", "false and engine_options.compilation_config set the same", got=False, hint="choose one"

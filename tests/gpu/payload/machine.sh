@@ -3,7 +3,8 @@
 #
 #     cp .gpu/0/part* ~/parts/                              one call for each part of payload.py, 48 MB each
 #     bash tests/gpu/payload/machine.sh site                unpacks them into ~/site, and goes on when the call has ended
-#     bash tests/gpu/payload/machine.sh overlay             unpacks .gpu/over and .gpu/peers, if they were carried
+#     bash tests/gpu/payload/machine.sh overlay             unpacks .gpu/over and .gpu/peers, if they were carried, and
+#                                                           sglang.py's parts, if they are in ~/sglang
 #     bash tests/gpu/payload/machine.sh memory 64           uses 64 GB of memory once: that of an H200 machine grows with
 #                                                           use, and everything stands still while it does
 #     bash tests/gpu/payload/machine.sh queue PLAN 1200     starts jobs.py in a copy of the checkout, for 1,200 seconds
@@ -22,9 +23,12 @@ site)
     sleep 1
     ;;
 overlay)
-    mkdir -p ~/overlay ~/peers_site
+    mkdir -p ~/overlay ~/peers_site ~/sglang_site
     if [ -d .gpu/over ]; then tar xJf .gpu/over/part0 -C ~/overlay; fi
     if [ -d .gpu/peers ]; then cat .gpu/peers/*/part* | xz -dc -T8 | tar x -C ~/peers_site; fi
+    if [ -d ~/sglang ]; then
+        setsid nohup bash -c 'cat ~/sglang/part* | xz -dc -T8 | tar x -C ~/sglang_site' > ~/sglang.log 2>&1 < /dev/null &
+    fi
     ;;
 memory)
     # A process for each 8 GB.

@@ -41,11 +41,12 @@ def side(name: str, of: str, limit_s: int, more: str = "", *, warm_up: int = 2) 
     return job(name, run, limit_s, **({} if of == "rlframe" else {"path": ["peers_site"]}))
 
 
-def benchmark(name: str, run: str, limit_s: int) -> Job:
+def benchmark(name: str, run: str, limit_s: int, **more: Any) -> Job:
     """Returns a job that runs a benchmark, whose own limit leaves it time to write what it has."""
     ends_itself = " --logs $RESULT/logs --limit-s " + str(limit_s - SPARE_S)
     has_limit = run.startswith(("recipes.py", "async_rl.py"))
-    return job(name, f"{BENCHMARKS}/{run} --output $RESULT/result.json{ends_itself if has_limit else ''}", limit_s)
+    command = f"{BENCHMARKS}/{run} --output $RESULT/result.json{ends_itself if has_limit else ''}"
+    return job(name, command, limit_s, **more)
 
 
 def tests(name: str, run: str, limit_s: int) -> Job:
@@ -87,10 +88,16 @@ PLANS: dict[str, list[Phase]] = {
         }
     ],
     "four_h200": [
-        {FOUR: [benchmark("tp4", "recipes.py grpo_30b_tp4 --warm-up 1 --steps 2", 360)]},
-        {FOUR: [benchmark("mixture1", f"async_rl.py mixture_lag1 {MIXTURE} --warm-up 2 --steps 4", 380)]},
-        {FOUR: [benchmark("mixture0", f"async_rl.py mixture_lag0 {MIXTURE} --warm-up 1 --steps 2", 290)]},
-        {FOUR: [benchmark("two_engines", "recipes.py grpo_30b_two_engines --warm-up 1 --steps 2", 360)]},
+        {
+            FOUR: [benchmark("mixture1", f"async_rl.py mixture_lag1 {MIXTURE} --warm-up 2 --steps 4", 350)],
+            # The policy of the run beside them leaves room for their models.
+            "0": [tests("query_key_tests", "tests/gpu/test_query_key_cuda.py", 100)],
+            "1": [SHARED],
+        },
+        {FOUR: [benchmark("mixture0", f"async_rl.py mixture_lag0 {MIXTURE} --warm-up 1 --steps 2", 270)]},
+        {FOUR: [benchmark("tp4", "recipes.py grpo_30b_tp4 --warm-up 1 --steps 1", 400)]},
+        {FOUR: [benchmark("2_2", "recipes.py grpo_30b_2_2 --warm-up 1 --steps 1", 380)]},
+        {FOUR: [benchmark("sglang", "recipes.py grpo_30b_sglang --warm-up 1 --steps 1", 480, path=["sglang_site"])]},
     ],
     "four_h100": [
         {FOUR: [benchmark("dense0", f"async_rl.py lag0 {DENSE} --warm-up 2 --steps 4", 240)]},

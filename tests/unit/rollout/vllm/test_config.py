@@ -43,7 +43,6 @@ def architecture(**changes: Any) -> Architecture:
             {"share_prompts": True, "speculative": SpeculativeConfig()},
             "share_prompts has no effect with speculative",
         ),
-        ({"worker_process": True, "tp": 2}, "worker_process has no effect with tp=2"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be at most 1, got 1.5"),
         ({"max_model_len": 1}, "max_model_len must be at least 2, got 1"),

@@ -105,6 +105,12 @@ def test_proposed_layouts_fit_and_are_in_the_order_of_their_seconds(tmp_path: Pa
     )
 
 
+def test_engines_of_one_device_with_a_worker_apart_are_compared_with_those_of_several(tmp_path: Path) -> None:
+    settings = ("train.parallel=d8e8", "rollout.num_engines=8", "++rollout.worker_process=true")
+    layouts = best(planned(tmp_path / "a", MOE, *settings), 8)
+    assert any(layout.plan.run.rollout.devices_per_engine > 1 for layout in layouts)
+
+
 def unquoted(text: str) -> str:
     """An argument as the shell passes it on; settings that a group of YAML leaves out need no plus here."""
     return text.replace("'", "")

@@ -10,8 +10,9 @@ a phase, over the steps that count, from the moment when the roles of the phase 
 until then, while one role leaves and the next comes, is `changes_bytes`. The prediction has what torch's allocator
 reserves besides the tensors, which nvidia-smi sees too. The devices of a split run are those of the policy and then
 those of the engines. Seconds are medians of the steps that count, of whole phases; the first `--warm-up` steps are not
-counted. `own` has what the processes themselves say of their memory, of their times and of tokens a second, medians
-too. Each case is written when it ends.
+counted. `idle` is the share of each whole phase in which no kernel ran on a device, as nvidia-smi says too. `own` has
+what the processes themselves say of their memory, of their times and of tokens a second, medians too. Each case is
+written when it ends.
 """
 
 import argparse
@@ -88,6 +89,7 @@ def measure(case: Case, folder: Path, log: Path, arguments: argparse.Namespace) 
     counted = [row for row in run.timeline if row["step"] > warm_up]
     roles, changes = list(spans(counted, of="roles")), list(spans(counted, of="changes"))
     found["changes_bytes"] = [memory.peaks(index, changes) for index in memory.samples]
+    found["idle"] = [memory.idle(index, spans(counted)) for index in memory.samples]
     found["own"] = own(run.steps[warm_up:], ("memory/", "time/", "throughput/"))
     devices = [
         paired(reserved, memory.peaks(index, roles))

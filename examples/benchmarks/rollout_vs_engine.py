@@ -3,19 +3,23 @@
     python examples/benchmarks/rollout_vs_engine.py qwen3_1p7b --output result.json
     python examples/benchmarks/rollout_vs_engine.py path/to/model --requests 64 --prompt 100 --response 200
     python examples/benchmarks/rollout_vs_engine.py tiny --device cpu --repeats 1
+    python examples/benchmarks/rollout_vs_engine.py qwen3_1p7b --group 8 --cases offline rlframe rlframe_shared
 
 The model is a name of models_by_size.py, with random weights, or a folder in Hugging Face format. Prompts are random
-tokens, no two alike, and all responses have their full length. The cases, in two engines with equal arguments, one
-after the other:
+tokens, `--group` of them alike, and all responses have their full length. The cases, in engines with equal arguments,
+one after the other:
 
     offline            vLLM's `LLM.generate`: no logprobs, no seeds, end-of-sequence ignored
     offline_seeded     with a seed for each request and a stop token that min_tokens forbids, as rlframe asks
     async              the requests of `offline` through `AsyncLLM.generate`, which rlframe uses
     rlframe            `VllmEngine.generate`, which returns tokens, logprobs and versions
     rlframe_logprobs   the same with vLLM's own logprobs instead of rlframe's record
+    rlframe_apart      `rlframe` with worker_process
+    rlframe_shared     `rlframe` with share_prompts
+    rlframe_both       `rlframe` with both
 
 Of each case: seconds of a batch, its tokens per second, milliseconds of a decode step (a batch less one of one token a
-response), and CPU seconds of this process. `ratio` is the speed of `rlframe` over that of `offline`.
+response), and CPU seconds of this process. `ratios` has the speed of each over that of `offline`.
 """
 
 import argparse
@@ -28,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="number of requests")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt")
     parser.add_argument("--response", type=int, help="tokens of a response")
+    parser.add_argument("--group", type=int, default=1, help="requests with the same prompt")
     parser.add_argument("--repeats", type=int, default=3, help="timed batches, after one that warms up")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -98,33 +103,37 @@ def compare(folder: Path, shape: tuple[int, ...], arguments: argparse.Namespace)
         "random_seed": None if has_weights else 0,
     }
     found: dict[str, Any] = {}
-    for names, started in ((OFFLINE, offline(config, cuda=cuda, **start)), (OURS, ours(config, cuda=cuda, **start))):
+    engines = [(OFFLINE, offline(config, cuda=cuda, **start)), (OURS, ours(config, cuda=cuda, **start))]
+    engines += [((name,), ours(replace(config, **changes), cuda=cuda, **start)) for name, changes in CHANGED.items()]
+    for names, started in engines:
         if chosen := [name for name in names if name in arguments.cases]:
             begun = time.perf_counter()
             engine, close = started()
             print(f"{', '.join(chosen)}: started in {time.perf_counter() - begun:.1f} s", flush=True)
             for name in chosen:
-                found[name] = measured(CASES[name](engine), shape, repeats=arguments.repeats, folder=folder)
+                found[name] = measured(CASES[name](engine), shape, arguments, folder=folder)
                 print(f"{name}: {json.dumps(found[name])}", flush=True)
             close()
             del engine, close
             if cuda:
                 wait_for_memory()
-    result = {"requests": count, "prompt_tokens": prompt, "response_tokens": response, "compile": arguments.compile}
-    if {"rlframe", "offline"} <= found.keys():
-        result["ratio"] = found["offline"]["seconds"] / found["rlframe"]["seconds"]
-        print(f"ratio: {result['ratio']:.3f}", flush=True)
+    result = {"requests": count, "prompt_tokens": prompt, "response_tokens": response}
+    result |= {"group": arguments.group, "compile": arguments.compile}
+    if "offline" in found:
+        result["ratios"] = {name: found["offline"]["seconds"] / case["seconds"] for name, case in found.items()}
+        print(f"ratios: {result['ratios']}", flush=True)
     return result | {"cases": found}
 
 
-def measured(batch: Batch, shape: tuple[int, ...], *, repeats: int, folder: Path) -> dict[str, Any]:
+def measured(batch: Batch, shape: tuple[int, ...], arguments: argparse.Namespace, *, folder: Path) -> dict[str, Any]:
     """Returns medians over batches of new prompts, after one that is not counted."""
     count, prompt, response = shape
     seconds: dict[int, list[float]] = {1: [], response: []}
     cpu_s = []
-    for seed in range(repeats + 1):
+    for seed in range(arguments.repeats + 1):
         for length, found in seconds.items():
-            requests = random_requests(folder, count, prompt, length, seed=2 * seed + (length == 1))
+            named = {"seed": 2 * seed + (length == 1), "group": arguments.group}
+            requests = random_requests(folder, count, prompt, length, **named)
             begun, cpu = time.perf_counter(), time.process_time()
             batch(requests)
             found.append(time.perf_counter() - begun)
@@ -141,17 +150,18 @@ def measured(batch: Batch, shape: tuple[int, ...], *, repeats: int, folder: Path
     }
 
 
-def random_requests(folder: Path, count: int, prompt: int, response: int, *, seed: int) -> list[GenerationRequest]:
-    """Random prompts; every response has `response` tokens."""
+def random_requests(
+    folder: Path, count: int, prompt: int, response: int, *, seed: int, group: int = 1
+) -> list[GenerationRequest]:
+    """Random prompts, `group` requests after each other with the same; every response has `response` tokens."""
     generator = random.Random(seed)
     vocabulary = read_config(folder)["vocab_size"]
     sampling = SamplingParams(max_tokens=response, min_tokens=response)
+    inputs = [
+        ModelInput(tuple(generator.randrange(3, vocabulary) for _ in range(prompt))) for _ in range(-(-count // group))
+    ]
     return [
-        GenerationRequest(
-            input=ModelInput(tuple(generator.randrange(3, vocabulary) for _ in range(prompt))),
-            sampling=sampling,
-            seed=seed * count + index,
-        )
+        GenerationRequest(input=inputs[index // group], sampling=sampling, seed=seed * count + index)
         for index in range(count)
     ]
 
@@ -277,7 +287,13 @@ OURS: dict[str, Callable[[Any], Batch]] = {
     "rlframe": through_engine(record=True),
     "rlframe_logprobs": through_engine(record=False),
 }
-CASES = OFFLINE | OURS
+CHANGED = {
+    "rlframe_apart": {"worker_process": True},
+    "rlframe_shared": {"share_prompts": True},
+    "rlframe_both": {"worker_process": True, "share_prompts": True},
+}
+"""Settings of engines of their own, by the name of the case."""
+CASES = OFFLINE | OURS | dict.fromkeys(CHANGED, through_engine(record=True))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes plans for jobs.py: what is to be measured on one, four or eight GPUs, the most wanted first.
+"""Writes plans for jobs.py: what is to be measured on one, two, four or eight GPUs, the most wanted first.
 
     python tests/gpu/payload/plans.py kernels > plan.json
 
@@ -65,6 +65,8 @@ KERNELS = [
         300,
     ),
 ]
+OURS = "rlframe rlframe_apart rlframe_shared rlframe_both"
+ROLLOUT = benchmark("rollout", f"rollout_vs_engine.py qwen3_1p7b --group 8 --repeats 2 --cases offline {OURS}", 300)
 MIXTURE = "--model qwen3_30b_a3b --layers 24 --prompts 64"
 DENSE = (
     "--model qwen3_4b --prompts 64 --set train.parallel=d2 rollout.num_engines=2 train.max_tokens_per_microbatch=5120"
@@ -85,6 +87,24 @@ PLANS: dict[str, list[Phase]] = {
             "1": [side("rlframe_both_tail", "rlframe", 290, f"--workload tail {BOTH}")],
             "2": [side("rlframe_tail", "rlframe", 290, "--workload tail")],
             "3": [side("trl_tail", "trl", 420, "--workload tail", warm_up=1)],
+        }
+    ],
+    "two": [
+        {
+            "0": [
+                side("verl", "verl", 470, warm_up=1),
+                side("trl", "trl", 250, warm_up=1),
+                side("verl_tail", "verl", 470, "--workload tail", warm_up=1),
+                side("trl_tail", "trl", 420, "--workload tail", warm_up=1),
+            ],
+            "1": [
+                side("rlframe_both", "rlframe", 270, BOTH),
+                side("rlframe", "rlframe", 270),
+                side("rlframe_both_tail", "rlframe", 290, f"--workload tail {BOTH}"),
+                side("rlframe_tail", "rlframe", 290, "--workload tail"),
+                ROLLOUT,
+                *KERNELS,
+            ],
         }
     ],
     "four_h200": [

@@ -29,6 +29,7 @@ from rlframe.megatron.vocab.divergence import divergence as whole_divergence
 from rlframe.megatron.vocab.divergence import renyi_entropies
 from rlframe.megatron.vocab.vocab_parallel import logprobs_and_entropy
 from rlframe.ops.sequences import last_tokens
+from rlframe.ops.threads import one_thread
 from rlframe.types.batch import Sequences, TrainBatch
 from rlframe.types.results import (
     Divergence,
@@ -125,7 +126,8 @@ def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
     """
     whole = inputs.gathered(values, parallel_state.get_context_parallel_group())
     predicted = torch.ones(batch.num_tokens, *[1] * (whole.dim() - 1), device=values.device)
-    predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0
+    # Not by an assignment, which copies the number from host memory and waits for the device to do so.
+    predicted.index_fill_(0, torch.cumsum(batch.lengths, 0) - batch.lengths, 0.0)
     return torch.cat([whole.new_zeros(1, *whole.shape[1:]), whole])[: batch.num_tokens] * predicted
 
 
@@ -373,10 +375,11 @@ def run(
     def forward_step(iterator: Any, module: Any) -> tuple[Tensor, Callable[..., Any]]:
         mark(f"forward {next(numbers)} of {len(microbatches) * len(model.chunks)} micro-batches")
         microbatch = next(iterator)
-        inputs = PackedInputs.of(
-            microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank(), dynamic=model.dynamic
-        ).to(device)
-        microbatch = microbatch.to(device)
+        with one_thread():
+            inputs = PackedInputs.of(
+                microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank(), dynamic=model.dynamic
+            ).to(device)
+            microbatch = microbatch.to(device)
         if model.dynamic and inputs.packing.local_cp_size is None:
             # The micro-batch before may have had whole sequences.
             inputs.packing.cp_group, inputs.packing.local_cp_size = context, context.size()

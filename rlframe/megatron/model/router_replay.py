@@ -47,7 +47,7 @@ class OwnRoutes:
         if batch.routes is None:
             return None
         known = torch.ones_like(batch.token_ids, dtype=torch.bool)
-        known[torch.cumsum(batch.lengths, 0) - 1] = False
+        known.index_fill_(0, torch.cumsum(batch.lengths, 0) - 1, False)
         group = parallel_state.get_tensor_model_parallel_group()
         # Sequence parallelism: a router sees the rank's part of the tokens.
         parts = (inputs.own(values).chunk(group.size())[group.rank()] for values in (batch.routes, known))

@@ -5,6 +5,7 @@ They import Megatron, for which torch is patched; so they run in one process of 
 
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rlframe.types.batch import Sequences
 from tests.multiprocess.distributed import run_distributed
+from tests.waits import Waits
 
 LENGTHS = [5, 17, 2, 9, 30, 1, 12]
 NUM_TOKENS = sum(LENGTHS)
@@ -284,6 +286,26 @@ def check_outputs_stand_at_the_token_they_are_about() -> None:
     assert not logits.grad[0, silent].any() and logits.grad[0, ~silent].any(dim=1).all()
 
 
+def check_a_gpu_is_not_waited_for_between_logits_and_outputs() -> None:
+    from rlframe.megatron.model.forward import policy_output
+    from rlframe.megatron.model.router_replay import OwnRoutes
+    from rlframe.megatron.packed.inputs import PackedInputs
+
+    batch = sequences(LENGTHS)
+    routed = replace(batch, routes=torch.zeros(NUM_TOKENS, 2, 1, dtype=torch.int64))
+    inputs = PackedInputs.of(batch, NUM_TOKENS + 3)
+    logits = torch.randn(1, NUM_TOKENS + 3, 9, generator=torch.Generator().manual_seed(7), requires_grad=True)
+    with Waits() as waits:
+        output = policy_output(logits, batch, inputs, temperature=0.5, vocab_size=9, renyi_entropy=True)
+        (output.logprobs.sum() + output.entropy.sum()).backward()
+        assert OwnRoutes.of(routed, inputs) is not None
+    assert waits.found == []
+    # What such a step did once, for each micro-batch.
+    with Waits() as waits:
+        torch.ones(3)[torch.tensor([1])] = 0.0
+    assert waits.found == ["aten.index_put_.default"]
+
+
 def check_an_empty_micro_batch_has_empty_outputs_that_differentiate() -> None:
     from rlframe.megatron.model.forward import policy_output
     from rlframe.megatron.packed.inputs import PackedInputs
@@ -363,6 +385,7 @@ CHECKS = [
     check_inputs_are_padded_and_cut_for_context_parallelism,
     check_a_query_sees_keys_up_to_its_true_position,
     check_outputs_stand_at_the_token_they_are_about,
+    check_a_gpu_is_not_waited_for_between_logits_and_outputs,
     check_an_empty_micro_batch_has_empty_outputs_that_differentiate,
     check_reference_weights_change_places_and_come_back,
 ]

@@ -96,9 +96,10 @@ class VllmConfig(ServedConfig):
     """Whether Inductor compiles the model, once for a machine (vLLM keeps the result in ~/.cache/vllm). false starts
     sooner where that is not done yet; CUDA graphs then hold decoding alone. No effect with enforce_eager."""
 
-    share_prompts: bool = False
+    share_prompts: bool | None = None
     """Whether a decode step reads the keys and values that responses share, such as those of their prompt, once for all
-    of them (CUDA, where vLLM chooses FlashAttention). Needs enable_prefix_caching. Same but for rounding."""
+    of them (CUDA, where vLLM chooses FlashAttention). Needs enable_prefix_caching. Same but for rounding. null: on GPUs
+    of compute capability 9.0 (H100, H200), where it was measured, unless another setting excludes it."""
 
     worker_process: bool = False
     """Whether the worker of a single GPU has a process of its own, as those of several always have. vLLM then decides
@@ -107,7 +108,7 @@ class VllmConfig(ServedConfig):
     @property
     def reads_shared_once(self) -> bool:
         """See RolloutConfig."""
-        return self.share_prompts
+        return self.share_prompts is not False and not self._reads_all()
 
     @property
     def num_worker_processes(self) -> int:

@@ -138,7 +138,7 @@ def loader_settings(config: VllmConfig, adapter: EngineAdapter | None, *, cuda: 
     """Returns settings of `worker.RecordingLoader`. Weights that nothing can reload must lie where they were loaded."""
     in_place = adapter is not None or config.quantization is not EngineFormat.NONE
     return {
-        "share_prompts": config.share_prompts and cuda,
+        "share_prompts": config.share_prompts if cuda and config.reads_shared_once else False,
         "warm_up": warm_up_values(config.sampling()),
         "as_loaded": in_place and not cuda,
         "engine_format": config.quantization.value,

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 LOAD_FORMAT = "rlframe"
 """Value of vLLM's `load_format` that selects `RecordingLoader`."""
+MEASURED = (9, 0)
+"""Compute capability of the GPUs, of Hopper, whose decode steps share tokens unless told otherwise."""
 NOTES = "rlframe_notes"
 """Attribute of the loaded model that holds its `LoadNotes`."""
 
@@ -55,15 +57,15 @@ class RecordingLoader(DefaultModelLoader):
     quantised ones stand for, on the same path.
 
     `model_loader_extra_config` may hold `random_seed`: the weights are then those of `models.random_init`;
-    `share_prompts`, for the function of that name; `warm_up`, for `warm_up_with`; `routes`, for a `RouteCapture`;
-    `mtp`, if vLLM drafts with the head for multi-token prediction: whether weight sync brings it; `as_loaded`, for
-    `keep_as_loaded`; and `engine_format`, in which matrices are held.
+    `share_prompts`, for the function of that name, or None, see `shares`; `warm_up`, for `warm_up_with`; `routes`, for
+    a `RouteCapture`; `mtp`, if vLLM drafts with the head for multi-token prediction: whether weight sync brings it;
+    `as_loaded`, for `keep_as_loaded`; and `engine_format`, in which matrices are held.
     """
 
     def __init__(self, load_config: Any):
         load_config = copy.copy(load_config)
         settings = dict(load_config.model_loader_extra_config)
-        if settings.pop("share_prompts", False):
+        if shares(settings.pop("share_prompts", False)):
             share_prompts()
         self._random_seed: int | None = settings.pop("random_seed", None)
         self._warm_up: dict[str, Any] | None = settings.pop("warm_up", None)
@@ -169,6 +171,12 @@ def capture_of(model: Any, vllm_config: Any) -> RouteCapture | None:
         Routers.of(load_family(folder).architecture(read_config(folder))),
         num_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
+
+
+def shares(asked: bool | None) -> bool:
+    """Returns whether decode steps read shared tokens once. None stands for the GPUs for which its kernels are tuned:
+    others have less memory of a multiprocessor, or were not measured."""
+    return torch.cuda.get_device_capability() == MEASURED if asked is None else asked
 
 
 def share_prompts() -> None:

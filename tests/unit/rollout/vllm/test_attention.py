@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlframe.rollout.base.config import CacheFormat
+from rlframe.rollout.base.speculative import SpeculativeConfig
 from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.rollout.vllm.launch import loader_settings
 
@@ -81,8 +83,32 @@ def test_other_layers_are_left_to_flash_attention(changes: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("setting", "cuda", "shares"), [(True, True, True), (False, True, False), (True, False, False)]
+    ("settings", "cuda", "told"),
+    [
+        ({}, True, None),
+        ({}, False, False),
+        ({"enable_prefix_caching": False}, True, False),
+        ({"kv_cache_dtype": CacheFormat.FP8}, True, False),
+        ({"speculative": SpeculativeConfig()}, True, False),
+        ({"share_prompts": True}, True, True),
+        ({"share_prompts": False}, True, False),
+        ({"share_prompts": True}, False, False),
+    ],
+    ids=str,
 )
-def test_the_worker_is_told(setting: bool, cuda: bool, shares: bool) -> None:
-    config = VllmConfig(max_model_len=128, max_num_seqs=8, share_prompts=setting)
-    assert loader_settings(config, None, cuda=cuda)["share_prompts"] is shares
+def test_the_worker_is_told(settings: dict[str, Any], cuda: bool, told: bool | None) -> None:
+    config = VllmConfig(max_model_len=128, max_num_seqs=8, **settings)
+    assert loader_settings(config, None, cuda=cuda)["share_prompts"] is told
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "expected"),
+    [(None, (9, 0), True), (None, (8, 9), False), (None, (10, 0), False), (True, (8, 0), True), (False, (9, 0), False)],
+)
+def test_unless_told_otherwise_gpus_share_on_which_it_was_measured(
+    asked: bool | None, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlframe.rollout.vllm.worker import shares
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert shares(asked) is expected

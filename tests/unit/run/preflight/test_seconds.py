@@ -48,11 +48,11 @@ def test_a_decode_step_of_many_short_requests_waits_for_the_engines_process(tmp_
     assert seconds.generation(engine, speeds, long, 0.0) > 10 * 100 * 8 * each
 
 
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("setting", "shares"), [("false", False), ("true", True), ("null", True)])
 def test_responses_of_a_group_read_their_prompt_once_as_long_as_a_layers_part_stays_in_the_cache(
-    tmp_path: Path, shares: bool
+    tmp_path: Path, setting: str, shares: bool
 ) -> None:
-    found = planned(tmp_path / "a", QWEN3_4B, f"rollout.share_prompts={str(shares).lower()}")
+    found = planned(tmp_path / "a", QWEN3_4B, f"rollout.share_prompts={setting}")
     engine, speeds = found.engine, found.accelerator.speeds
     assert engine is not None and speeds is not None
     bandwidth = speeds.memory * constants.DECODE_EFFICIENCY

@@ -23,7 +23,7 @@ from rlframe.algorithms.reference import ReferenceSource, ReferenceUpdateConfig
 from rlframe.ops.comparisons.preference import mismatched
 from rlframe.ops.sequences import sequence_sums, sequence_weights
 from rlframe.ops.surrogate import masked_mean
-from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
+from rlframe.types.results import LossOutput, MeanIfAny, Metric, PolicyOutput, Sum
 from rlframe.types.supervised import Unpaired
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
@@ -145,15 +145,14 @@ class Kto(OfflineAlgorithm):
     def _metrics(
         self, rewards: Float[Tensor, " R"], distance: Float[Tensor, " R"], counted: Tensor, batch: Unpaired
     ) -> dict[str, Metric]:
-        """Returns means over the sequences that count. Metrics of a class are left out if the batch has none of it."""
+        """Returns means over the sequences that count. Metrics of a class are left out of a step that has none of it."""
         right = (distance > 0) == batch.desirable
         metrics: dict[str, Metric] = {
             "train/accuracy": masked_mean(right.float(), counted),
             "train/kl_nats": masked_mean(batch.kl_nats, counted),
         }
         for name, members in (("desirable", batch.desirable), ("undesirable", ~batch.desirable)):
-            if (present := counted & members).any():
-                metrics[f"train/{name}_reward"] = masked_mean(rewards, present)
+            metrics[f"train/{name}_reward"] = masked_mean(rewards, counted & members, MeanIfAny)
         return metrics
 
 

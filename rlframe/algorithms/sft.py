@@ -19,7 +19,7 @@ from rlframe.algorithms.base import OfflineAlgorithm
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Sequences
-from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
+from rlframe.types.results import LossOutput, MeanIfAny, Metric, PolicyOutput, Sum
 from rlframe.types.supervised import Examples
 from rlframe.utils.errors import SettingError
 
@@ -78,8 +78,8 @@ class Sft(OfflineAlgorithm):
         if isinstance(batch, Examples) and len(batch.channels) > 1:
             channel = batch.channel[batch.sequence_index()]
             for index, name in enumerate(batch.channels):
-                if (counted := batch.loss_mask & (channel == index)).any():
-                    metrics[f"train/nll_nats/{name}"] = masked_mean(-policy.logprobs, counted)
+                counted = batch.loss_mask & (channel == index)
+                metrics[f"train/nll_nats/{name}"] = masked_mean(-policy.logprobs, counted, MeanIfAny)
         return LossOutput(loss=loss, metrics=metrics)
 
 

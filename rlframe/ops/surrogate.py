@@ -163,6 +163,6 @@ def sequence_means(values: Float[Tensor, " T"], batch: Sequences) -> Float[Tenso
     return (sums / counts.clamp(min=1))[sequence]
 
 
-def masked_mean(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Mean:
+def masked_mean(values: Float[Tensor, " T"], mask: Bool[Tensor, " T"], kind: type[Mean] = Mean) -> Mean:
     """Returns the mean over True tokens, as a sum and a count that add up over any split."""
-    return Mean(torch.where(mask, values.detach(), 0.0).sum(), mask.sum())
+    return kind(torch.where(mask, values.detach(), 0.0).sum(), mask.sum())

@@ -102,12 +102,17 @@ class Mean:
     count: Number
 
     def __add__(self, other: "Mean") -> "Mean":
-        return Mean(self.total + other.total, self.count + other.count)
+        return type(self)(self.total + other.total, self.count + other.count)
 
     @property
     def value(self) -> float:
         """total / count, or 0.0 if nothing was counted."""
         return float(self.total) / float(self.count) if self.count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MeanIfAny(Mean):
+    """A mean that `merge` leaves out of a step in which nothing was counted, where 0.0 would say something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +192,7 @@ def merge(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     for share in settled(list(shares)):
         for key, metric in share.items():
             merged[key] = merged[key] + metric if key in merged else metric  # pyright: ignore[reportOperatorIssue]
-    return merged
+    return {key: metric for key, metric in merged.items() if not isinstance(metric, MeanIfAny) or metric.count}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

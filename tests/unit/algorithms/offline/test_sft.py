@@ -6,8 +6,9 @@ import torch
 from rlframe.algorithms.sft import Imitated, Sft, SftConfig
 from rlframe.ops.aggregation import Aggregation
 from rlframe.types.batch import Sequences
-from rlframe.types.results import Mean, PolicyOutput, Sum
+from rlframe.types.results import Mean, MeanIfAny, PolicyOutput, Sum, merge
 from rlframe.types.supervised import Examples
+from tests.waits import Waits
 
 BATCH = Sequences(
     token_ids=torch.arange(5),
@@ -74,16 +75,23 @@ def test_tokens_count_by_their_importance(mode: Aggregation, expected: float) ->
 
 def test_each_channel_has_its_own_metric_and_all_are_trained_together() -> None:
     algorithm = Sft(SftConfig())
-    metrics = algorithm.loss(POLICY, EXAMPLES, algorithm.token_weights(EXAMPLES)).metrics
+    weights = algorithm.token_weights(EXAMPLES)
+    with Waits() as waits:
+        metrics = algorithm.loss(POLICY, EXAMPLES, weights).metrics
+    assert waits.found == []
     # The second sequence, of tokens 2 and 6, is chat; the first, of 1, is code.
-    assert metrics["train/nll_nats/chat"] == Mean(8.0, 2.0) and metrics["train/nll_nats/code"] == Mean(1.0, 1.0)
+    assert metrics["train/nll_nats/chat"] == MeanIfAny(8.0, 2.0)
+    assert metrics["train/nll_nats/code"] == MeanIfAny(1.0, 1.0)
     assert metrics["train/nll_nats"] == Mean(9.0, 3.0)
     part = EXAMPLES.select([1])
     # A step without a sequence of a channel has no mean to report for it, and 0.0 would be a perfect one.
     result = algorithm.loss(
         PolicyOutput(logprobs=POLICY.logprobs[2:], entropy=POLICY.entropy[2:]), part, algorithm.token_weights(part)
     )
-    assert "train/nll_nats/code" not in result.metrics and "train/nll_nats/chat" in result.metrics
+    assert "train/nll_nats/code" in result.metrics
+    assert merge([result.metrics]).keys() == {"train/loss", "train/nll_nats", "train/entropy_nats", "train/nll_nats/chat"}
+    # With a micro-batch that has some, it counts.
+    assert merge([result.metrics, metrics])["train/nll_nats/code"] == MeanIfAny(1.0, 1.0)
 
 
 def test_dft_weighs_each_token_by_its_probability_without_a_gradient_through_it() -> None:

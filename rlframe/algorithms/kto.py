@@ -145,7 +145,7 @@ class Kto(OfflineAlgorithm):
     def _metrics(
         self, rewards: Float[Tensor, " R"], distance: Float[Tensor, " R"], counted: Tensor, batch: Unpaired
     ) -> dict[str, Metric]:
-        """Returns means over the sequences that count. Metrics of a class are left out of a step that has none of it."""
+        """Returns means over the sequences that count. Those of a class are left out of a step that has none of it."""
         right = (distance > 0) == batch.desirable
         metrics: dict[str, Metric] = {
             "train/accuracy": masked_mean(right.float(), counted),

@@ -68,7 +68,7 @@ def architecture_faults(architecture: Architecture, *, model: str) -> Iterator[F
             KEY,
             f"is not supported for {architecture.model_type} of {model}, which has {what}",
             got="true",
-            hint="remove it: prompts are then computed for each rollout",
+            hint="use train.share_prompts=false: prompts are then computed for each rollout",
             stated=True,
         )
 

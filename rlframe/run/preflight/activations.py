@@ -61,6 +61,8 @@ class Kernels:
     fused_activation: bool
     fp8: bool = False
     """Whether the inputs of matrix products are kept in 8 bits."""
+    keys_per_token: float = 1.0
+    """Keys that attention reads for each computed token: more than 1 where sequences share a prompt."""
 
     @classmethod
     def of(cls, train: TrainConfig, *, cuda: bool) -> "Kernels":
@@ -111,6 +113,8 @@ def _attention(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
     queries, keys = heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
     if architecture.output_gate:
         yield Saved("gates, and the gated output", Place.ATTENTION, queries * (FLOAT32 + size))
+    if kernels.keys_per_token > 1:
+        yield Saved("shared keys and values again", Place.CORE, 2 * keys * size * (kernels.keys_per_token - 1))
     if not kernels.cuda:
         yield from _local_attention(queries, keys, heads, architecture, size)
         return
@@ -224,10 +228,21 @@ class Activations:
 
 
 def of_stage(
-    architecture: Architecture, train: TrainConfig, layers: tuple[int, ...], *, tokens: int, cuda: bool
+    architecture: Architecture,
+    train: TrainConfig,
+    layers: tuple[int, ...],
+    *,
+    tokens: int,
+    cuda: bool,
+    keys_per_token: float = 1.0,
 ) -> Activations:
-    """Returns the activations of a stage's layers for `tokens` tokens of the rank."""
-    parallel, kernels = layout_of(train.parallel), Kernels.of(train, cuda=cuda)
+    """Returns the activations of a stage's layers for `tokens` tokens of the rank.
+
+    Args:
+        keys_per_token: see Kernels.
+    """
+    parallel = layout_of(train.parallel)
+    kernels = replace(Kernels.of(train, cuda=cuda), keys_per_token=keys_per_token)
     share = tokens / parallel.tp
     rows_of = {kind: list(layer(architecture, kernels, parallel, kind)) for kind in kinds_of(architecture)}
     whole = {kind: sum(each.bytes for each in rows) * share for kind, rows in rows_of.items()}

@@ -123,6 +123,7 @@ class Plan:
             tokens=self.division.tokens,
             microbatches=self.division.microbatches,
             sequence_tokens=self.workload.sequence_tokens,
+            keys_per_token=self.division.keys_per_token,
             logits_copies=copies,
             float32_logits=self.run.model.float32_logits,
             forward_passes=self.computes_old_logprobs or needs.reference or bool(teacher),
@@ -141,7 +142,8 @@ class Plan:
         return TrainerMemory(
             role=CRITIC, train=self.run.critic_train, architecture=counter.architecture, counter=counter,
             tokens=division.tokens, microbatches=division.microbatches,
-            sequence_tokens=self.workload.sequence_tokens, forward_passes=False, cuda=self.cuda, phase=Phase.CRITIC,
+            sequence_tokens=self.workload.sequence_tokens, keys_per_token=division.keys_per_token,
+            forward_passes=False, cuda=self.cuda, phase=Phase.CRITIC,
         )  # fmt: skip
 
     @cached_property

@@ -37,6 +37,8 @@ class TrainerMemory:
     """Micro-batches of an optimizer step on one rank."""
     sequence_tokens: int
     """Tokens of a sequence."""
+    keys_per_token: float = 1.0
+    """See Division."""
     logits_copies: int = 1
     """Tensors as large as the logits at the loss. 1 where backward writes over the logits."""
     float32_logits: bool = False
@@ -187,6 +189,16 @@ class TrainerMemory:
         around = 6 * self.architecture.hidden_size * kernels.itemsize
         return self.tokens / self.parallel.tp * (layer + around)
 
+    def _of_layers(self, layers: tuple[int, ...]) -> activations.Activations:
+        return activations.of_stage(
+            self.architecture,
+            self.train,
+            layers,
+            tokens=self.tokens,
+            cuda=self.cuda,
+            keys_per_token=self.keys_per_token,
+        )
+
     def _activations(self, stage: StageWeights) -> activations.Activations:
         one = self.activations(stage)
         times = 1.0 if one.on_host else self.in_flight(stage.stage)
@@ -194,7 +206,7 @@ class TrainerMemory:
 
     def activations(self, stage: StageWeights) -> activations.Activations:
         """Returns the activations of one micro-batch on a rank of a stage."""
-        return activations.of_stage(self.architecture, self.train, stage.layers, tokens=self.tokens, cuda=self.cuda)
+        return self._of_layers(stage.layers)
 
     def host_activations(self) -> float:
         """Returns the bytes of activations that a rank keeps in host memory."""
@@ -236,9 +248,7 @@ class TrainerMemory:
 
     def _forward(self, stage: StageWeights) -> Iterator[Part]:
         logits, norm = self._end(stage)
-        working = activations.of_stage(
-            self.architecture, self.train, stage.layers[:1], tokens=self.tokens, cuda=self.cuda
-        ).working
+        working = self._of_layers(stage.layers[:1]).working
         yield Part("activations of the layers at work", max(working, norm))
         yield self._logits(logits)
         yield from self._masks(stage)

@@ -49,6 +49,8 @@ class Division:
     """Tokens of the largest micro-batch on a rank: shorter sequences fill it up."""
     mean_tokens: int
     """Tokens of the mean micro-batch on a rank."""
+    keys_per_token: float
+    """Tokens that attention reads for each one that is computed: more than 1 where sequences share a prompt."""
 
 
 @lru_cache(maxsize=4096)
@@ -71,6 +73,7 @@ def divide(workload: Workload, train: TrainConfig) -> Division:
         microbatches=microbatches,
         tokens=max(1, min(share * length, budget) // parallel.cp),
         mean_tokens=max(1, share * length // microbatches // parallel.cp),
+        keys_per_token=max(1, workload.sequence_tokens) / length,
     )
 
 

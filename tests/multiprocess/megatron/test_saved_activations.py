@@ -3,6 +3,7 @@
 import json
 import pathlib
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from tests.multiprocess.distributed import run_distributed
 
 LENGTHS = [128, 64, 64]
 """Powers of two, so that the grids of the local attention have no padding."""
+SHARED = [0, 32, 32]
+"""Tokens of each sequence that are the first one's too, in the cases that share them."""
 BASE = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -79,6 +82,9 @@ CASES = {
 }
 
 
+SHARING: dict[str, Any] = {"share_prompts": True}
+
+
 def saved_bytes(rank: int, init_method: str, hf: dict[str, Any], options: dict[str, dict[str, Any]]) -> dict[str, int]:
     """Bytes of the tensors that one forward pass keeps, parameters apart, for each case."""
     from rlframe.cluster.config import Device
@@ -122,9 +128,10 @@ def saved_bytes(rank: int, init_method: str, hf: dict[str, Any], options: dict[s
                 storages[storage.data_ptr()] = storage
             return tensor
 
+        own_batch = replace(batch, shared=torch.tensor(SHARED)) if train.share_prompts else batch
         forward.set_training(trainer.model, True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            forward.module_output(trainer.model.chunks[0], PackedInputs.of(batch, 1))
+            forward.module_output(trainer.model.chunks[0], PackedInputs.of(own_batch, 1))
         found[name] = sum(storage.nbytes() for storage in storages.values())
         parallel.shutdown()
     return found
@@ -134,9 +141,9 @@ def predicted(hf: dict[str, Any], options: dict[str, Any]) -> float:
     """Preflight's bytes: the layers', and input and output of the last norm; besides token ids and rotary angles."""
     family = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "qwen3_5_text": QWEN35}[hf["model_type"]]
     architecture, train = family.architecture(hf), TrainConfig(dtype="float32", **options)
-    tokens = sum(LENGTHS)
-    layers = tuple(range(architecture.num_layers))
-    kept = activations.of_stage(architecture, train, layers, tokens=tokens, cuda=False).kept
+    tokens = sum(LENGTHS) - (sum(SHARED) if train.share_prompts else 0)
+    layers, keys = tuple(range(architecture.num_layers)), sum(LENGTHS) / tokens
+    kept = activations.of_stage(architecture, train, layers, tokens=tokens, cuda=False, keys_per_token=keys).kept
     once = 8 * tokens + 4 * max(LENGTHS) * architecture.head_dim
     return kept + 2 * 4 * architecture.hidden_size * tokens + once
 
@@ -150,6 +157,14 @@ def test_activations_are_those_that_autograd_keeps(hf: dict[str, Any], module: s
     (real,) = run_distributed(saved_bytes, 1, hf, cases)
     ratios = {name: predicted(hf, options) / real[name] for name, options in cases.items()}
     # What is left out: maps of tokens, scales of norms.
+    assert ratios == pytest.approx(dict.fromkeys(cases, 1.0), abs=0.03), ratios
+
+
+@pytest.mark.thorough
+def test_shared_keys_are_kept_for_each_sequence_that_reads_them() -> None:
+    cases = {"none": SHARING, "core attention": SHARING | selective("core_attn")}
+    (real,) = run_distributed(saved_bytes, 1, DENSE, cases)
+    ratios = {name: predicted(DENSE, options) / real[name] for name, options in cases.items()}
     assert ratios == pytest.approx(dict.fromkeys(cases, 1.0), abs=0.03), ratios
 
 

@@ -82,7 +82,11 @@ def measured(case: Case, speed: float, *, search: bool) -> dict[str, Any]:
         "one": lambda: TurnedHeads.apply(mixed, *weights, turns, sizes, EPSILON),
     }
     grads = [torch.randn_like(part) for part in ways["one"]()]
-    results = {name: [*way(), *gradients(way(), [mixed, *weights], grads)] for name, way in ways.items()}
+    # Without their graphs, whose nodes of the leaves would belong to this stream, which no CUDA graph may wait for.
+    results = {
+        name: [*(part.detach() for part in way()), *gradients(way(), [mixed, *weights], grads)]
+        for name, way in ways.items()
+    }
     found: dict[str, Any] = {
         "forward_floor_us": 2e6 * mixed.nbytes / speed,
         "backward_floor_us": 3e6 * mixed.nbytes / speed,

@@ -12,9 +12,16 @@ from typing import Any
 
 BENCHMARKS = "python examples/benchmarks"
 FOUR, EIGHT = "0,1,2,3", "0,1,2,3,4,5,6,7"
-BOTH = "--set rlframe:++rollout.share_prompts=true --set rlframe:++rollout.worker_process=true"
-KEPT = "--set rlframe:train.release_memory=false"
-"""For GPUs of 141 GB, on which engine and micro-batches have room beside each other."""
+APART = "--set rlframe:++rollout.worker_process=true"
+WIDE = {
+    "rlframe": "--set rlframe:++train.max_tokens_per_microbatch=17408 --set rlframe:train.release_memory=false",
+    "verl": "--set verl:actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480",
+    "trl": " ".join(
+        f"--set trl:{key}=16"
+        for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+    ),
+}
+"""Micro-batches of twice the tokens, for GPUs of 141 GB."""
 Job = dict[str, Any]
 Phase = dict[str, list[Job]]
 """Jobs by the GPUs of their lane."""
@@ -55,9 +62,10 @@ def tests(name: str, run: str, limit_s: int) -> Job:
 
 
 SHARED = tests("shared_attention", "tests/gpu/test_shared_attention_cuda.py", 240)
+QUERY_KEY = benchmark("query_key", "query_key.py --search", 90)
 KERNELS = [
     SHARED,
-    benchmark("query_key", "query_key.py --search", 90),
+    QUERY_KEY,
     benchmark("attention", "shared_attention.py", 70),
     tests(
         "options",
@@ -67,6 +75,7 @@ KERNELS = [
 ]
 OURS = "rlframe rlframe_apart rlframe_shared rlframe_both"
 ROLLOUT = benchmark("rollout", f"rollout_vs_engine.py qwen3_1p7b --group 8 --repeats 2 --cases offline {OURS}", 300)
+TAIL = "--workload tail"
 MIXTURE = "--model qwen3_30b_a3b --layers 24 --prompts 64"
 DENSE = (
     "--model qwen3_4b --prompts 64 --set train.parallel=d2 rollout.num_engines=2 train.max_tokens_per_microbatch=5120"
@@ -76,43 +85,40 @@ PLANS: dict[str, list[Phase]] = {
     "equal": [
         {
             "0": [side("verl", "verl", 470, warm_up=1)],
-            "1": [side("rlframe_both", "rlframe", 270, BOTH), SHARED],
-            "2": [side("rlframe", "rlframe", 270), KERNELS[1]],
-            "3": [side("trl", "trl", 250, warm_up=1), side("rlframe_kept", "rlframe", 270, KEPT)],
+            "1": [side("rlframe_apart", "rlframe", 270, APART)],
+            "2": [side("rlframe", "rlframe", 270), QUERY_KEY],
+            "3": [side("trl", "trl", 250, warm_up=1), ROLLOUT],
         }
     ],
     "tail": [
         {
-            "0": [side("verl_tail", "verl", 470, "--workload tail", warm_up=1)],
-            "1": [side("rlframe_both_tail", "rlframe", 290, f"--workload tail {BOTH}")],
-            "2": [side("rlframe_tail", "rlframe", 290, "--workload tail")],
-            "3": [side("trl_tail", "trl", 420, "--workload tail", warm_up=1)],
+            "0": [side("verl_tail", "verl", 470, TAIL, warm_up=1)],
+            "1": [side("rlframe_apart_tail", "rlframe", 290, f"{TAIL} {APART}")],
+            "2": [side("rlframe_tail", "rlframe", 290, TAIL)],
+            "3": [side("trl_tail", "trl", 420, TAIL, warm_up=1)],
         }
     ],
-    "two": [
+    "two_h200": [
         {
             "0": [
-                side("verl", "verl", 470, warm_up=1),
-                side("trl", "trl", 250, warm_up=1),
-                side("verl_tail", "verl", 470, "--workload tail", warm_up=1),
-                side("trl_tail", "trl", 420, "--workload tail", warm_up=1),
+                side("verl", "verl", 470, WIDE["verl"], warm_up=1),
+                side("trl", "trl", 250, WIDE["trl"], warm_up=1),
+                side("verl_tail", "verl", 520, TAIL, warm_up=1),
+                side("trl_tail", "trl", 420, TAIL, warm_up=1),
             ],
             "1": [
-                side("rlframe_both", "rlframe", 270, BOTH),
-                side("rlframe", "rlframe", 270),
-                side("rlframe_both_tail", "rlframe", 290, f"--workload tail {BOTH}"),
-                side("rlframe_tail", "rlframe", 290, "--workload tail"),
+                side("rlframe_apart", "rlframe", 270, f"{WIDE['rlframe']} {APART}"),
+                side("rlframe", "rlframe", 270, WIDE["rlframe"]),
+                side("rlframe_narrow", "rlframe", 270, APART),
+                side("rlframe_apart_tail", "rlframe", 290, f"{TAIL} {WIDE['rlframe']} {APART}"),
                 ROLLOUT,
-                *KERNELS,
+                QUERY_KEY,
             ],
         }
     ],
     "four_h200": [
         {
             FOUR: [benchmark("mixture1", f"async_rl.py mixture_lag1 {MIXTURE} --warm-up 2 --steps 4", 350)],
-            # The policy of the run beside them leaves room for their models.
-            "0": [tests("query_key_tests", "tests/gpu/test_query_key_cuda.py", 100)],
-            "1": [SHARED],
         },
         {FOUR: [benchmark("mixture0", f"async_rl.py mixture_lag0 {MIXTURE} --warm-up 1 --steps 2", 270)]},
         {FOUR: [benchmark("tp4", "recipes.py grpo_30b_tp4 --warm-up 1 --steps 1", 400)]},

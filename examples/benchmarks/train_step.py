@@ -35,6 +35,7 @@ tokens.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -47,8 +48,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
+from async_rl_engine import draw_length
 from models_by_size import MODELS, make_model
 from train_step_parts import (
     flops_per_token,
@@ -87,6 +90,8 @@ SHORT = (1024, 1024)
 """For deterministic mode: on Hopper cuDNN's deterministic attention (9.19) of packed sequences takes memory for
 sequences * heads * (tokens of the micro-batch)^2 floats; at 16,384 tokens it asked for 512 GiB."""
 WARM_UP, MEASURED = 3, 5
+MOST_FLOOR_TOKENS = 65536
+"""Of products that are measured beside the step: logits of more would not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,12 @@ def mixed(*, dynamic: bool) -> dict[str, Any]:
     return bf16_moments(**block(24), **sharing)
 
 
+def tail_lengths() -> tuple[int, ...]:
+    """Eight groups of eight responses to prompts of 4,096 tokens, lognormal with a mean of 400, at most 2,048 long."""
+    generator = np.random.default_rng(0)
+    return tuple(4096 + draw_length(generator, 400.0, 1.0, 2048) for _ in range(64))
+
+
 EXACT = {"optimizer": {"precision_aware": True}}
 """Float32 moments and main weights, the latter without the bits that the parameters have: 16 bytes a parameter."""
 CASES = {
@@ -134,6 +145,15 @@ CASES = {
         microbatches=16,
         groups=2,
         prompt=170,
+    ),
+    # Its workload `tail`, as long in every step.
+    "qwen3_1p7b_tail": Case(
+        model="qwen3_1p7b",
+        train={"share_prompts": True, "max_tokens_per_microbatch": 8704},
+        lengths=tail_lengths(),
+        microbatches=1,
+        groups=8,
+        prompt=4096,
     ),
     "qwen3_4b": Case(model="qwen3_4b", train=EXACT),
     "qwen3_4b_short": Case(model="qwen3_4b", train=EXACT, lengths=SHORT, microbatches=16),
@@ -225,7 +245,8 @@ def run_case(
     config = MODELS[case.model] | ({"num_hidden_layers": case.num_layers} if case.num_layers else {})
     world, dp = Parallel.parse(train.parallel).world, Parallel.parse(train.parallel).dp
     tokens = sum(case.lengths) * case.microbatches * dp
-    floor = matmul_floor(config, sum(case.lengths)) if with_floor and torch.cuda.is_available() else {}
+    with_floor = with_floor and torch.cuda.is_available() and sum(case.lengths) <= MOST_FLOOR_TOKENS
+    floor = matmul_floor(config, sum(case.lengths)) if with_floor else {}
     begun = time.perf_counter()
     policy = start(ModelConfig(path=str(make_model(config, folder / "model")), random_init=True), train, logs, stack)
     start_s = time.perf_counter() - begun
@@ -287,7 +308,8 @@ def start(model: ModelConfig, train: TrainConfig, logs: Path, stack: ExitStack) 
         Grpo(GrpoConfig(group_size=len(LENGTHS))),
         slots=placement.policy,
         log_folder=str(logs),
-        num_threads=8 if gpu else 1,
+        # As many as in a run.
+        num_threads=max(1, (os.cpu_count() or 1) // world) if gpu else 1,
         start_timeout_s=540,
         call_timeout_s=540,
     )

@@ -75,13 +75,14 @@ KERNELS = [
 ]
 OURS = "rlframe rlframe_apart rlframe_shared rlframe_both"
 ROLLOUT = benchmark("rollout", f"rollout_vs_engine.py qwen3_1p7b --group 8 --repeats 2 --cases offline {OURS}", 300)
+TRAINING = benchmark("training", "train_step.py qwen3_1p7b_equal qwen3_1p7b_tail --profile", 200)
 TAIL = "--workload tail"
 MIXTURE = "--model qwen3_30b_a3b --layers 24 --prompts 64"
 DENSE = (
     "--model qwen3_4b --prompts 64 --set train.parallel=d2 rollout.num_engines=2 train.max_tokens_per_microbatch=5120"
 )
 PLANS: dict[str, list[Phase]] = {
-    "kernels": [{"0": KERNELS}],
+    "kernels": [{"0": [TRAINING, ROLLOUT, *KERNELS]}],
     "equal": [
         {
             "0": [side("verl", "verl", 470, warm_up=1)],
@@ -112,6 +113,7 @@ PLANS: dict[str, list[Phase]] = {
                 side("rlframe_narrow", "rlframe", 270, APART),
                 side("rlframe_apart_tail", "rlframe", 290, f"{TAIL} {WIDE['rlframe']} {APART}"),
                 ROLLOUT,
+                TRAINING,
                 QUERY_KEY,
             ],
         }

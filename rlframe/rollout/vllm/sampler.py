@@ -11,13 +11,17 @@ does not learn of them.
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
+from rlframe.rollout.vllm.draws import Draws
 from rlframe.rollout.vllm.record import NOT_RECORDED, TokenRecord
 from rlframe.rollout.vllm.routes import RouteRecord
 
@@ -51,9 +55,27 @@ def install(runner: Any, *, routes: RouteRecord | None = None) -> TokenRecord | 
         sampler.__class__ = _second(type(sampler))
     else:
         sampler.runner, sampler.begun = weakref.ref(runner), {}
+        draws = draws_of(runner)
+        sampler.draws = draws.of if draws else no_draws
         sampler.__class__ = _first(type(sampler))
-        follow_requests(runner)
+        follow_requests(runner, draws)
     return sampler.record
+
+
+def draws_of(runner: Any) -> Draws | None:
+    """Returns the draws of model runner V1, which its sampler then takes. None where vLLM's own generators stay: on a
+    CPU, and with drafts, whose check draws by them."""
+    if runner.device.type != "cuda" or runner.speculative_config is not None:
+        return None
+    draws, chooser = Draws(runner.device), runner.sampler.topk_topp_sampler
+    chooser.forward = draws.within(chooser.forward)
+    return draws
+
+
+@contextmanager
+def no_draws(names: Any, lengths: Any) -> Iterator[None]:  # noqa: ARG001 - as Draws.of
+    """Leaves the rows to vLLM's generators."""
+    yield
 
 
 def option(parameters: Any, name: str) -> Any:
@@ -61,27 +83,32 @@ def option(parameters: Any, name: str) -> Any:
     return ((parameters and parameters.extra_args) or {}).get(name)
 
 
-def follow_requests(runner: Any) -> None:
-    """Makes model runner V1 begin the records of requests. It also starts the random generator of a request that
-    continues a response where the first part has left it. Each token takes one draw."""
+def follow_requests(runner: Any, draws: Draws | None) -> None:
+    """Makes model runner V1 begin the records and the draws of requests. Without draws it also starts the random
+    generator of a request that continues a response where the first part has left it. Each token takes one draw."""
     update, sampler = runner._update_states, runner.sampler
     routes: RouteRecord | None = sampler.routes
+
+    def begin(new: Any) -> None:
+        if (key := option(new.sampling_params, RECORD)) is not None:
+            sampler.begun[new.req_id] = sampler.record.begin(key)
+            if routes is not None:
+                routes.begin(new.req_id, key)
+        count = option(new.sampling_params, FIRST_POSITION)
+        generator = runner.requests[new.req_id].generator
+        if count and generator is not None:
+            advance(generator, count, draw=sampler.topk_topp_sampler, vocabulary=runner.input_batch.vocab_size)
 
     def update_states(scheduler_output: Any) -> Any:
         if routes is not None:
             routes.schedule(scheduler_output)
+        if draws is not None:
+            draws.follow(scheduler_output, lambda parameters: option(parameters, FIRST_POSITION) or 0)
         result = update(scheduler_output)
         for name in scheduler_output.finished_req_ids:
             sampler.begun.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
-            if (key := option(new.sampling_params, RECORD)) is not None:
-                sampler.begun[new.req_id] = sampler.record.begin(key)
-                if routes is not None:
-                    routes.begin(new.req_id, key)
-            count = option(new.sampling_params, FIRST_POSITION)
-            generator = runner.requests[new.req_id].generator
-            if count and generator is not None:
-                advance(generator, count, draw=sampler.topk_topp_sampler, vocabulary=runner.input_batch.vocab_size)
+            begin(new)
         return result
 
     runner._update_states = update_states
@@ -116,21 +143,27 @@ def _first(base: Any) -> Any:
         """Whether the record alone wants the logprobs of the rows being sampled."""
 
         def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            names, lengths = first_rows(self.runner(), len(logits))
             is_recorded = bool(self.begun)
-            self._is_alone = is_recorded and sampling_metadata.max_num_logprobs is None
-            if self._is_alone:
+            is_alone = is_recorded and sampling_metadata.max_num_logprobs is None
+            if is_alone:
                 sampling_metadata = replace(sampling_metadata, max_num_logprobs=0)
-            self._temperature = sampling_metadata.temperature
-            try:
+            with self._sampling(sampling_metadata.temperature, is_alone), self.draws(names, lengths):
                 result = super().forward(logits, sampling_metadata, *args, **kwargs)
-            finally:
-                # Prompt logprobs, which `score` requests, also come through compute_logprobs, at temperature 1.
-                self._temperature, is_alone, self._is_alone = None, self._is_alone, False
             if is_recorded:
-                self._record(result)
+                record_first(self, result, names, lengths)
             if is_alone:
                 result.logprobs_tensors = None
             return result
+
+        @contextmanager
+        def _sampling(self, temperature: Tensor | None, is_alone: bool) -> Iterator[None]:
+            self._temperature, self._is_alone = temperature, is_alone
+            try:
+                yield
+            finally:
+                # Prompt logprobs, which `score` requests, also come through compute_logprobs, at temperature 1.
+                self._temperature, self._is_alone = None, False
 
         def compute_logprobs(self, logits: Tensor) -> Tensor:
             if self._temperature is not None:
@@ -145,20 +178,26 @@ def _first(base: Any) -> Any:
             tokens = token_ids[:, None]
             return LogprobsTensors(tokens, logprobs.gather(1, tokens), token_ids)
 
-        def _record(self, result: Any) -> None:
-            runner = self.runner()
-            names = runner.input_batch.req_ids[: len(result.sampled_token_ids)]
-            rows, owners = np.array([self.begun.get(name, NOT_RECORDED) for name in names]).T
-            self.record.add(
-                rows,
-                owners,
-                np.array([len(runner.requests[name].output_token_ids) for name in names]),
-                ~runner.discard_request_mask.np[: len(names)],
-                tokens=result.logprobs_tensors.logprob_token_ids[:, 0],
-                logprobs=result.logprobs_tensors.logprobs[:, 0],
-            )
-
     return TemperedSampler
+
+
+def first_rows(runner: Any, count: int) -> tuple[list[str], Int[np.ndarray, " B"]]:
+    """Returns the requests of the first rows of model runner V1, and [B] how many tokens each has sampled."""
+    names = runner.input_batch.req_ids[:count]
+    return names, np.array([len(runner.requests[name].output_token_ids) for name in names], dtype=np.int64)
+
+
+def record_first(sampler: Any, result: Any, names: list[str], lengths: Int[np.ndarray, " B"]) -> None:
+    """Records what the sampler of model runner V1 has sampled for these requests."""
+    rows, owners = np.array([sampler.begun.get(name, NOT_RECORDED) for name in names]).T
+    sampler.record.add(
+        rows,
+        owners,
+        lengths,
+        ~sampler.runner().discard_request_mask.np[: len(names)],
+        tokens=result.logprobs_tensors.logprob_token_ids[:, 0],
+        logprobs=result.logprobs_tensors.logprobs[:, 0],
+    )
 
 
 def _second(base: Any) -> Any:

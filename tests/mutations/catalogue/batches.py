@@ -97,7 +97,7 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "the last token of a sequence predicts the next one's first",
-            "predicted[torch.cumsum(batch.lengths, 0) - batch.lengths] = 0.0",
+            "predicted.index_fill_(0, torch.cumsum(batch.lengths, 0) - batch.lengths, 0.0)",
             "pass",
         ),
     ),

@@ -61,9 +61,7 @@ def tests(name: str, run: str, limit_s: int) -> Job:
     return job(name, f"python -m pytest -o addopts='' -q {run}", limit_s)
 
 
-DRAWS = tests(
-    "draws", "tests/gpu/test_seeded_draws_cuda.py tests/gpu/test_router_replay_cuda.py -k 'not sglang'", 200
-)
+DRAWS = tests("draws", "tests/gpu/test_seeded_draws_cuda.py tests/gpu/test_router_replay_cuda.py -k 'not sglang'", 200)
 QUERY_KEY = benchmark("query_key", "query_key.py --search", 90)
 KERNELS = [
     DRAWS,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.vllm.record import NOT_RECORDED
-from rlframe.rollout.vllm.sampler import GREEDY_BELOW
+from rlframe.rollout.vllm.sampler import GREEDY_BELOW, first_rows
 
 REJECTED = -1
 """In the place of a token that was not sampled (vLLM's PLACEHOLDER_TOKEN_ID)."""
@@ -99,9 +99,8 @@ def _first(base: Any) -> Any:
 def _record(sampler: Any, tokens: Int[Tensor, "B W"], logprobs: Float[Tensor, "B W"]) -> None:
     """Records the tokens of a step, place by place: a record takes one token of a request at a time."""
     runner, record = sampler.runner(), sampler.record
-    names = runner.input_batch.req_ids[: len(tokens)]
+    names, lengths = first_rows(runner, len(tokens))
     rows, owners = np.array([sampler.begun.get(name, NOT_RECORDED) for name in names]).T
-    lengths = np.array([len(runner.requests[name].output_token_ids) for name in names])
     wanted = ~runner.discard_request_mask.np[: len(names)]
     for place, has_token in enumerate((tokens != REJECTED).T.cpu().numpy()):
         record.add(

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Steps on a lent GPU machine, which starts bare and is given back when no call comes for half a minute.
+# Steps on a lent GPU machine, which starts bare and is given back when no call comes for half a minute: send the next
+# `wait` together with whatever is read meanwhile.
 #
 #     cp .gpu/0/part* ~/parts/                              one call for each part of payload.py, 48 MB each
 #     bash tests/gpu/payload/machine.sh site                unpacks them into ~/site, and goes on when the call has ended

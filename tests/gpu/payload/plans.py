@@ -112,6 +112,7 @@ PLANS: dict[str, list[Phase]] = {
                 side("rlframe", "rlframe", 270, WIDE["rlframe"]),
                 side("rlframe_narrow", "rlframe", 270, APART),
                 side("rlframe_apart_tail", "rlframe", 290, f"{TAIL} {WIDE['rlframe']} {APART}"),
+                DRAWS,
                 ROLLOUT,
                 TRAINING,
                 QUERY_KEY,

@@ -46,7 +46,7 @@ class Draws:
 
     @contextmanager
     def of(self, names: Sequence[str], lengths: Int[np.ndarray, " B"]) -> Iterator[None]:
-        """Says inside the block which requests have the rows being sampled, and how many tokens each has sampled."""
+        """Marks inside the block which requests have the rows being sampled, and how many tokens each has sampled."""
         if names != self._names:
             self._names = list(names)
             begun = np.array([self._begun.get(name, (0, 0)) for name in names], dtype=np.int64).reshape(-1, 2)

@@ -91,7 +91,7 @@ def _best(
 
 @triton.jit
 def _exponential(bits):
-    """Exponentially distributed numbers, the small ones as fine as float32 has them: they decide."""
+    """Returns exponentially distributed numbers, the small ones as fine as float32 has them: they decide."""
     # The middles of 2^31 intervals.
     uniform = tl.uint_to_uniform_float(bits) + 2.3283064e-10
     # -log(1 - u), whose argument would be rounded where u is small.

@@ -21,7 +21,7 @@ ROWS, VOCABULARY = 20_000, 9_000
 
 
 def test_draws_follow_the_softmax() -> None:
-    from rlframe.rollout.vllm.gumbel import draw
+    from rlframe.rollout.vllm.sampling.gumbel import draw
 
     device = torch.device("cuda")
     logits = 2 * torch.randn(VOCABULARY, device=device, generator=torch.Generator(device).manual_seed(0))

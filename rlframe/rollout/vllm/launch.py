@@ -111,7 +111,7 @@ def engine_arguments(
         "enable_prefix_caching": config.enable_prefix_caching,
         # A teacher's engine returns as many of the most likely tokens as algorithm.top_k asks for.
         "max_logprobs": -1,
-        # rlframe.rollout.vllm.sampler replaces this rule by rlframe's.
+        # rlframe.rollout.vllm.sampling.sampler replaces this rule by rlframe's.
         "logprobs_mode": "raw_logprobs",
         # One token an output, so that a stop string is seen at the token that completes it.
         "stream_interval": 1,

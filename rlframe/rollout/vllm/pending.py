@@ -8,7 +8,7 @@ import torch
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import PendingRequest, spelled, top_logprobs
 from rlframe.rollout.vllm.fetch import Fetcher
-from rlframe.rollout.vllm.sampler import FIRST_POSITION, RECORD
+from rlframe.rollout.vllm.sampling.sampler import FIRST_POSITION, RECORD
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest, Scored

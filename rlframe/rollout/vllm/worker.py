@@ -26,13 +26,14 @@ from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.served.plain import dequantized_weights, is_quantized
 from rlframe.rollout.served.quantized import formats, quantized_weights, shapes
 from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
-from rlframe.rollout.vllm import drafter, verify
+from rlframe.rollout.vllm import drafter
 from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
 from rlframe.rollout.vllm.drafter import DRAFT, DRAFT_NOTES, DraftNotes
 from rlframe.rollout.vllm.layout import weights
 from rlframe.rollout.vllm.reload import LayerwiseReload
 from rlframe.rollout.vllm.routes import CAPTURE, RouteCapture, RouteRecord
-from rlframe.rollout.vllm.sampler import install
+from rlframe.rollout.vllm.sampling import verify
+from rlframe.rollout.vllm.sampling.sampler import install
 from rlframe.rollout.vllm.warm_up import warm_up_with
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from rlframe.rollout.vllm.record import FIRST_WIDTH, NOT_RECORDED, TokenRecord
+from rlframe.rollout.vllm.sampling.record import FIRST_WIDTH, NOT_RECORDED, TokenRecord
 
 
 def step(record: TokenRecord, *samples: tuple[tuple[int, int], int, int], sampled: tuple[bool, ...] = ()) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlframe.rollout.vllm.record import TokenRecord
-from rlframe.rollout.vllm.sampler import RECORD, install
+from rlframe.rollout.vllm.sampling.record import TokenRecord
+from rlframe.rollout.vllm.sampling.sampler import RECORD, install
 
 PROMPT, PREFILL = 3, 4
 

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rlframe.rollout.vllm import gumbel
-from rlframe.rollout.vllm.draws import Draws
+from rlframe.rollout.vllm.sampling import gumbel
+from rlframe.rollout.vllm.sampling.draws import Draws
 
 LANES, BLOCKS = 16, 2
 """Small ones: the interpreter takes as long for each."""

@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rlframe.rollout.vllm.draws import Draws
-from rlframe.rollout.vllm.record import NOT_RECORDED, TokenRecord
 from rlframe.rollout.vllm.routes import RouteRecord
+from rlframe.rollout.vllm.sampling.draws import Draws
+from rlframe.rollout.vllm.sampling.record import NOT_RECORDED, TokenRecord
 
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM samples greedily (`_SAMPLING_EPS`)."""

@@ -64,7 +64,7 @@ class Draws:
     def within(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the `forward` of vLLM's TopKTopPSampler that draws the rows of `of`, and calls its `own` for
         others, such as those of a warm-up."""
-        from rlframe.rollout.vllm import gumbel
+        from rlframe.rollout.vllm.sampling import gumbel
 
         def forward(
             logits: Float[Tensor, "B V"], generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None

@@ -20,8 +20,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlframe.rollout.base.speculative import Drafts
-from rlframe.rollout.vllm.record import NOT_RECORDED
-from rlframe.rollout.vllm.sampler import GREEDY_BELOW, first_rows
+from rlframe.rollout.vllm.sampling.record import NOT_RECORDED
+from rlframe.rollout.vllm.sampling.sampler import GREEDY_BELOW, first_rows
 
 REJECTED = -1
 """In the place of a token that was not sampled (vLLM's PLACEHOLDER_TOKEN_ID)."""

@@ -33,12 +33,13 @@ SETTINGS = LEARNING | {
 def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_computes(tmp_path: Path) -> None:
     with Program(tmp_path / "run", SETTINGS, fresh=True, held=["step 1"]) as program:
         program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S, every_s=0.1)
+        program.wait_for(lambda: any("EngineCore" in title for title, _ in program.doors()), every_s=0.1)
         doors = program.doors()
         program.go_on("step 1")
-        assert any("EngineCore" in title for title, _ in doors)
         assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
         assert program.process.wait(PATIENCE_S) == 0, program.errors()
         assert "transport reload over shm: engine 0 keeps " in program.errors()
+        assert "restarting engine" not in program.errors(), program.errors()
     found = lines(tmp_path / "run" / "metrics.jsonl")
     steps = [line for line in found if "train/loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]

@@ -83,6 +83,12 @@ def test_of_a_long_document_the_part_with_the_words_is_returned(corpus: Path) ->
     assert passage("abc def", "def", 3) == "def" and passage("abc def", "ghi", 3) == "abc"
 
 
+def test_the_time_for_a_passage_grows_with_the_document_alone() -> None:
+    text = "the " * 100_000
+    # Every pair of its words would be 10^10 steps.
+    assert passage(text, "the", 400) == text[:400]
+
+
 def test_fields_are_settings(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"name": "n", "contents": "moon", "text": 3}\n')
     options = {"text_field": "contents", "title_field": "name"}

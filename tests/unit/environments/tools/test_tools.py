@@ -116,6 +116,8 @@ def test_what_cannot_be_called_is_an_answer_that_the_policy_reads() -> None:
                 ("calculator", {"expression": "1/0"}),
                 ("calculator", {"expression": ["1"]}),
                 ("calculator", {}),
+                # Python would compute 10 to that power, for minutes.
+                ("calculator", {"expression": "round(7, -10**9)"}),
                 ("nobody", {}),
                 malformed=["the call is not JSON"],
             )
@@ -126,11 +128,12 @@ def test_what_cannot_be_called_is_an_answer_that_the_policy_reads() -> None:
         "Error: '1/0' has no value: division by zero",
         "Error: expression must be text, got ['1']",
         "Error: expression must be text, got None",
+        "Error: 'round(7, -10**9)' has no value: round takes at most 400 digits",
         "Error: there is no tool 'nobody'",
         "Error: the call is not JSON",
     ]
-    assert [message["role"] for message in answered.messages] == ["tool"] * 4 + ["user"]
-    assert answered.metrics == {"tool_calls": 4.0, "failed_tool_calls": 4.0, "malformed_tool_calls": 1.0}
+    assert [message["role"] for message in answered.messages] == ["tool"] * 5 + ["user"]
+    assert answered.metrics == {"tool_calls": 5.0, "failed_tool_calls": 5.0, "malformed_tool_calls": 1.0}
 
 
 def test_functions_of_ones_own_are_described_by_their_hints_and_docstrings(file: str) -> None:

@@ -101,6 +101,8 @@ class Task:
     sampling: SamplingParams
     step: int
     """Part of the seeds."""
+    epoch: int = 0
+    """Part of the seeds: a step may have a prompt twice, at the end of an epoch and at the beginning of the next."""
     again: int = 0
     """Part of the seeds."""
     aside: bool = False
@@ -370,6 +372,7 @@ class Turns:
             prompt_id=prompt_id,
             sample_index=sample_index,
             step=task.step,
+            epoch=task.epoch,
             again=task.again,
             turn=turn,
         )

@@ -32,7 +32,7 @@ def attempted(
 
     attempts = LocalAttempts([ask], lambda rollout: None, observe=observe, attempt_timeout_s=attempt_timeout_s)
     group = Group.begin("0", Prompt(id="p", text="", input=ModelInput((1, 2))), count)
-    (ended,) = attempts.run([group], step=1).values()
+    (ended,) = attempts.run([attempts.task(group, step=1)]).values()
     return ended, calls, attempts.now_s
 
 

@@ -257,6 +257,7 @@ class Turns:
                 rollout.restart(rollout.prompt.input)
                 continue
             if verdict is Verdict.TRAIN and (rollout.loss_mask.any() or rollout.sequence):
+                progress.waits_for = WaitsFor.REWARD
                 await self._sides.score(rollout)
                 return DONE
             return reason
@@ -290,8 +291,6 @@ class Turns:
                     verdict = await self._respond(task, rollout, progress, dialogue)
         finally:
             dialogue.abandon()
-        if verdict is Verdict.TRAIN:
-            progress.waits_for = WaitsFor.REWARD
         return verdict
 
     def _hosted(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> Hosted:

@@ -28,8 +28,8 @@ class ToolsConfig:
     tools: dict[str, ToolTerm] = field(default_factory=dict)
     """The tools, by a name of one's choice."""
     call_timeout_s: Seconds = 30.0
-    """Seconds that one call may take. The policy is told of one that takes longer. It must be less than
-    environment.step_timeout_s, which ends the attempt."""
+    """Seconds that one call may take once it has a place. The policy is told of one that takes longer. It must be less
+    than environment.step_timeout_s, which ends the attempt."""
     max_calls_per_turn: Annotated[int, Range(1, 10_000)] = 16
     """Greatest number of calls of one turn. The policy is told that further ones were not done."""
     max_answer_characters: Annotated[int, Range(1, LONGEST_ANSWER)] = 8192
@@ -118,13 +118,14 @@ class Tools(Environment):
         """Returns the result of a call, or why there is none, and how it ended."""
         self._counts["tool_calls"] += 1
         function, end = call["function"], CallEnd.FAILED
-        limit = asyncio.timeout(self._config.call_timeout_s)
+        limit, tool = asyncio.timeout(None), self._by_name.get(function["name"])
         try:
-            async with limit:
-                tool = self._by_name.get(function["name"])
-                if tool is None:
-                    raise ToolError(f"there is no tool {function['name']!r:.80}")
-                result = await tool.call(function["name"], function["arguments"])
+            if tool is None:
+                raise ToolError(f"there is no tool {function['name']!r:.80}")
+            async with tool.place():
+                limit = asyncio.timeout(self._config.call_timeout_s)
+                async with limit:
+                    result = await tool.call(function["name"], function["arguments"])
             return answer_to(call, self._cut(result)), CallEnd.DONE
         except TimeoutError as error:
             end = CallEnd.TIMED_OUT if limit.expired() else end

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from rlframe.environments.base import Environment, Step, Turn
 from rlframe.environments.config import EnvironmentConfig
-from rlframe.environments.tools.base import Tool, ToolError, answer_to
+from rlframe.environments.tools.base import Schema, Tool, ToolError, answer_to
 from rlframe.environments.tools.choice import KEY, ToolTerm, build_tools, built
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
@@ -77,6 +77,16 @@ class Tools(Environment):
         cls.kinds = build_tools(config.tools)
         for tool, settings in cls.kinds:
             tool.prepare(settings)
+        # The others know their functions when a session opens them.
+        named = {
+            key: tool(settings).schemas
+            for key, (tool, settings) in zip(config.tools, cls.kinds, strict=True)
+            if tool.open is Tool.open
+        }
+        hint = "set options.function of one of them to another name, if it has that option"
+        faults = [Fault(f"{KEY}.{key}", said=f"{said}; {hint}") for key, said in doubled(named)]
+        if faults:
+            raise ConfigError(faults)
 
     kinds: ClassVar[Sequence[tuple[type[Tool], Any]]] = ()
     """Class and settings of each tool."""
@@ -90,8 +100,14 @@ class Tools(Environment):
     async def reset(self, prompt: Prompt, *, seed: int) -> Sequence[Message]:
         """Returns the prompt's messages, and offers the tools."""
         await asyncio.gather(*(tool.open(prompt, seed=seed) for tool in self._all))
+        # The data may have described a tool that the environment answers.
+        known = [schema for tool in self._all for schema in tool.schemas]
+        offered = {"the prompt": [schema for schema in prompt.tools if schema not in known]}
+        offered |= {f"{KEY}.{key}": tool.schemas for key, tool in zip(self._config.tools, self._all, strict=True)}
+        for key, said in doubled(offered):
+            raise ValueError(f"{key}: {said}")
         self._by_name = {schema["function"]["name"]: tool for tool in self._all for schema in tool.schemas}
-        self.tools = [*prompt.tools, *(schema for tool in self._all for schema in tool.schemas)]
+        self.tools = [schema for schemas in offered.values() for schema in schemas]
         return prompt.messages
 
     async def step(self, turn: Turn) -> Step:
@@ -145,6 +161,16 @@ class Tools(Environment):
         left_out = f"\n... {len(text) - most} characters left out ...\n"
         half = max(0, most - len(left_out)) // 2
         return text[:half] + left_out + text[len(text) - half :]
+
+
+def doubled(offered: Mapping[str, Sequence[Schema]]) -> Iterator[tuple[str, str]]:
+    """Yields each place whose functions include one that an earlier place has, and a sentence that says so."""
+    seen: dict[str, str] = {}
+    for place, schemas in offered.items():
+        for schema in schemas:
+            name = schema["function"]["name"]
+            if seen.setdefault(name, place) != place:
+                yield place, f"offers the function {name!r:.80}, as {seen[name]} does"
 
 
 COMPONENT, CONFIG = Tools, ToolsConfig

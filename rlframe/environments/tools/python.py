@@ -56,6 +56,8 @@ class PythonConfig:
     parallel: Annotated[int, Range(1, 1024)] = 8
     """Greatest number of calls that run at the same time in each process of sessions. Further ones wait, as long as
     `environment.step_timeout_s` allows."""
+    function: str = "python"
+    """Name by which the policy calls it. Of two such tools, one needs another name."""
     interpreter: Annotated[str, PathText()] | None = None
     """Path of the Python interpreter. null means the one of the run, with its packages."""
     readable: Annotated[list[str], PathText()] = field(default_factory=list)
@@ -116,7 +118,7 @@ class Python(Tool):
         cls.shared[repr(config)] = Shared(box=box, free=asyncio.Semaphore(config.parallel))
 
     def __init__(self, config: PythonConfig):
-        self._shared = self.shared[repr(config)]
+        self._shared, self._function = self.shared[repr(config)], config.function
 
     @property
     def schemas(self) -> list[Schema]:
@@ -126,7 +128,7 @@ class Python(Tool):
             {
                 "type": "function",
                 "function": {
-                    "name": "python",
+                    "name": self._function,
                     "description": "Runs Python code in a new interpreter, and returns what it prints.",
                     "parameters": {"type": "object", "properties": {"code": code}, "required": ["code"]},
                 },

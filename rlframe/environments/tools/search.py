@@ -39,6 +39,10 @@ class SearchConfig:
     """Greatest number of documents that a search returns."""
     max_document_characters: Annotated[int, Range(1, 1_000_000)] = 1000
     """Greatest number of characters of each. Of a longer one, the part with most words of the query is returned."""
+    function: str = "search"
+    """Name by which the policy calls it. Of two corpora, one needs another name."""
+    description: str = "Returns the documents that fit a query best."
+    """What the policy reads of it."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -126,8 +130,8 @@ class Search(Tool):
             {
                 "type": "function",
                 "function": {
-                    "name": "search",
-                    "description": "Returns the documents that fit a query best.",
+                    "name": self._config.function,
+                    "description": self._config.description,
                     "parameters": {"type": "object", "properties": {"query": query}, "required": ["query"]},
                 },
             }

@@ -69,7 +69,7 @@ def _written(value: Any) -> list[Any] | None:
         inner = {key: _written(each) for key, each in value.items()}
         return None if None in inner.values() or not all(type(key) is str for key in inner) else [DICT, inner]
     known = NAMES.get(type(value))
-    return known and [known, KINDS[known].write(value)]
+    return [known, KINDS[known].write(value)] if known else None
 
 
 def _read(written: list[Any]) -> Any:

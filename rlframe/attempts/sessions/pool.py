@@ -27,7 +27,7 @@ class SessionPool:
         self._setup = setup
         self._numbers = itertools.count(1)
         self._failed_starts: set[Process] = set()
-        """Those since the last one that did start."""
+        """Processes that did not start, since the last one that did."""
         self._closed = False
         self._single: set[Process] = set()
         """Processes of one session each."""

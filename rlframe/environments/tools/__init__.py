@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from rlframe.environments.base import Environment, Step, Turn
 from rlframe.environments.config import EnvironmentConfig
-from rlframe.environments.tools.base import Schema, Tool, ToolError, answer_to
+from rlframe.environments.tools.base import Tool, ToolError, answer_to
 from rlframe.environments.tools.choice import KEY, ToolTerm, build_tools, built
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
@@ -163,7 +163,7 @@ class Tools(Environment):
         return text[:half] + left_out + text[len(text) - half :]
 
 
-def doubled(offered: Mapping[str, Sequence[Schema]]) -> Iterator[tuple[str, str]]:
+def doubled(offered: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
     """Yields each place whose functions include one that an earlier place has, and a sentence that says so."""
     seen: dict[str, str] = {}
     for place, schemas in offered.items():

@@ -42,7 +42,7 @@ class SearchConfig:
     function: str = "search"
     """Name by which the policy calls it. Of two corpora, one needs another name."""
     description: str = "Returns the documents that fit a query best."
-    """What the policy reads of it."""
+    """Description of the function, which the policy reads."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -97,18 +97,16 @@ class Attempts:
             again: number of times this step has sampled before; part of the seeds for the same reason.
             sampling: parameters that replace the config's, such as greedy ones for evaluation.
         """
-        names = [f"{step}.{again}.{index}" for index in range(len(prompts))]
-        groups = [Group.begin(*each, group_size) for each in zip(names, prompts, strict=True)]
-        ended = self.run(groups, step=step, again=again, sampling=sampling)
-        return [ended[name].group for name in names]
+        tasks, times = [], Counter[str]()
+        for index, prompt in enumerate(prompts):
+            group = Group.begin(f"{step}.{again}.{index}", prompt, group_size)
+            # A prompt that comes twice is of another epoch the second time.
+            tasks.append(self.task(group, step=step, epoch=times[prompt.id], again=again, sampling=sampling))
+            times[prompt.id] += 1
+        ended = self.run(tasks)
+        return [ended[task.group.id].group for task in tasks]
 
-    def run(
-        self, groups: Sequence[Group], *, step: int, again: int = 0, sampling: SamplingParams | None = None
-    ) -> dict[str, Ended]:
-        """Runs attempts at `groups`, which hold only prompts, and returns how each ended, by its id."""
-        return self.run_all([self.task(group, step=step, again=again, sampling=sampling) for group in groups])
-
-    def run_all(self, tasks: Sequence[Task]) -> dict[str, Ended]:
+    def run(self, tasks: Sequence[Task]) -> dict[str, Ended]:
         """Runs attempts at the groups of tasks, and returns how each ended, by its id."""
         found: dict[str, Ended] = {}
         names = {task.group.id for task in tasks}
@@ -168,6 +166,7 @@ class Attempts:
         group: Group,
         *,
         step: int,
+        epoch: int = 0,
         again: int = 0,
         sampling: SamplingParams | None = None,
         aside: bool = False,
@@ -178,7 +177,7 @@ class Attempts:
             aside: whether only `finish` returns it, and it begins only as long as such tasks are a small share.
         """
         sampling = sampling or self.rollout.setup.rollout.sampling()
-        return Task(group=group, sampling=sampling, step=step, again=again, aside=aside)
+        return Task(group=group, sampling=sampling, step=step, epoch=epoch, again=again, aside=aside)
 
     def start(self, tasks: list[Task]) -> None:
         """Begins the attempts of some groups, which `next` returns, or `finish` if they are aside."""

@@ -150,8 +150,9 @@ class Runner:
         """The limit of each attempt under way, by the identity of its rollout."""
         self._admission: Admission[Task] = Admission(aside_share)
         self._aside_share = aside_share
+        self._is_interrupted = False
         self._left_s: dict[int, float] = {}
-        """Seconds that attempts had left when they were interrupted."""
+        """Seconds that attempts had left when they were interrupted, or began meanwhile."""
 
     def start(self, tasks: Sequence[Task], *, version: int) -> None:
         """Begins the attempts of some groups.
@@ -192,6 +193,7 @@ class Runner:
     def interrupt(self) -> None:
         """Sends no further request until `release`, and expects the engines to abort those that are under way. The time
         until then does not count against the limit of an attempt."""
+        self._is_interrupted = True
         for queue in self._queues:
             queue.hold()
         now_s = asyncio.get_running_loop().time()
@@ -225,6 +227,7 @@ class Runner:
         """Undoes `hold` and `interrupt`."""
         for queue in self._queues:
             queue.release()
+        self._is_interrupted = False
         left_s, self._left_s = self._left_s, {}
         for attempt, seconds in left_s.items():
             if attempt in self._limits:
@@ -333,7 +336,9 @@ class Runner:
     async def _within_limits(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
         """Runs one attempt to its end."""
         self._begun[id(rollout)] = time.monotonic()
-        limit, admission = asyncio.timeout(self._attempt_timeout_s), self._admission
+        limit, admission = asyncio.timeout(None if self._is_interrupted else self._attempt_timeout_s), self._admission
+        if self._is_interrupted:
+            self._left_s[id(rollout)] = self._attempt_timeout_s
         try:
             async with limit:
                 self._limits[id(rollout)] = limit

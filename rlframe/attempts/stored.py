@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from rlframe.attempts import fields
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason, Group, Rollout, members
@@ -39,8 +40,7 @@ def write_groups(folder: Path, groups: Sequence[Group]) -> None:
     """Writes finished or unfinished groups to `folder`, in place of those that are there. After a crash at any moment
     the folder is complete, unchanged or absent.
 
-    Of `Prompt.fields` only plain JSON values are kept. A caller who needs the whole record looks the prompt up by its
-    id.
+    Of `Prompt.fields` those are kept that `fields.described` knows.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -86,6 +86,7 @@ def read_groups(folder: Path) -> list[Group]:
             input=ModelInput(token_ids),
             messages=tuple(described.pop("messages", ())),
             tools=tuple(described.pop("tools", ())),
+            fields=fields.restored(described),
             **described,
         )
         for token_ids, described in zip(arrays.prompts(), content["prompts"], strict=True)
@@ -123,7 +124,7 @@ def _described_prompt(prompt: Prompt) -> dict[str, Any]:
         "text": prompt.text,
         "answer": prompt.answer,
         "source": prompt.source,
-        "fields": {name: value for name, value in prompt.fields.items() if type(name) is str and is_plain(value)},
+        **fields.described(prompt.fields),
     }
 
 
@@ -265,12 +266,3 @@ def _read_arrays(file: Path, digest: str) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{file} is damaged, or not that of {GROUPS}: its SHA-256 is not the one given there")
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         return dict(arrays)
-
-
-def is_plain(value: Any) -> bool:
-    """Returns whether JSON reads `value` back as it is."""
-    if type(value) is dict:
-        return all(type(key) is str and is_plain(inner) for key, inner in value.items())
-    if type(value) is list:
-        return all(map(is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)

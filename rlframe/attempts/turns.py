@@ -101,6 +101,8 @@ class Task:
     sampling: SamplingParams
     step: int
     """Part of the seeds."""
+    epoch: int = 0
+    """Part of the seeds: a step may have a prompt twice, at the end of an epoch and at the beginning of the next."""
     again: int = 0
     """Part of the seeds."""
     aside: bool = False
@@ -255,6 +257,7 @@ class Turns:
                 rollout.restart(rollout.prompt.input)
                 continue
             if verdict is Verdict.TRAIN and (rollout.loss_mask.any() or rollout.sequence):
+                progress.waits_for = WaitsFor.REWARD
                 await self._sides.score(rollout)
                 return DONE
             return reason
@@ -288,8 +291,6 @@ class Turns:
                     verdict = await self._respond(task, rollout, progress, dialogue)
         finally:
             dialogue.abandon()
-        if verdict is Verdict.TRAIN:
-            progress.waits_for = WaitsFor.REWARD
         return verdict
 
     def _hosted(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> Hosted:
@@ -370,6 +371,7 @@ class Turns:
             prompt_id=prompt_id,
             sample_index=sample_index,
             step=task.step,
+            epoch=task.epoch,
             again=task.again,
             turn=turn,
         )

@@ -11,6 +11,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, TypeVar
 
+import numpy as np
+
 from rlframe.environments.base import number
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.environments.stepping import InvalidAction, Outcome, Stepping, SteppingConfig
@@ -93,7 +95,7 @@ class Gymnasium(Stepping):
         action = self.action_of(text)
         observation, reward, terminated, truncated, info = await self._do(partial(self._env.step, action))
         done = bool(terminated or truncated)
-        metrics = {name: number(f"info[{name!r}]", info[name]) for name in self._config.metrics if name in info}
+        metrics = {name: measured(name, info[name]) for name in self._config.metrics if name in info}
         return Outcome(
             values={} if done else await self._do(partial(self._values, observation, info)),
             reward=float(reward),
@@ -141,6 +143,11 @@ class Gymnasium(Stepping):
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def measured(name: str, value: Any) -> float:
+    """Returns a number of `info`, where whether something has been reached is often a truth value of numpy's."""
+    return float(value) if isinstance(value, bool | np.bool_) else number(f"info[{name!r}]", value)
 
 
 def maker(config: GymnasiumConfig) -> Callable[[], Any]:

@@ -26,7 +26,8 @@ class SessionPool:
         """Starts the processes without waiting for them."""
         self._setup = setup
         self._numbers = itertools.count(1)
-        self._failed_starts = 0
+        self._failed_starts: set[Process] = set()
+        """Processes that did not start, since the last one that did."""
         self._closed = False
         self._single: set[Process] = set()
         """Processes of one session each."""
@@ -43,8 +44,7 @@ class SessionPool:
             SessionFailed: the environment failed.
             RlframeError: processes cannot be started.
         """
-        process = await self._alone() if alone else await self._freest()
-        session = Session(process, next(self._numbers), alone=alone)
+        session = await self._begun(alone=alone)
         try:
             opening = await session.call(Reset.of(prompt, seed=seed))
         except asyncio.CancelledError:
@@ -65,28 +65,33 @@ class SessionPool:
         for process in (*self._processes, *list(self._single)):
             process.kill()
 
-    async def _alone(self) -> Process:
-        """Returns a new process for one session."""
-        process = Process(self._setup, ended=self._single.discard)
-        self._single.add(process)
-        await process.ready()
-        return process
-
-    async def _freest(self) -> Process:
-        """Returns the process with the fewest sessions that can be used."""
+    async def _begun(self, *, alone: bool) -> "Session":
+        """Returns a session of a process that can be used. It counts there while the process starts, because all who
+        come meanwhile would choose the same one."""
         while True:
-            process = min(self._processes, key=lambda each: len(each.sessions))
+            process = self._one_more() if alone else min(self._processes, key=lambda each: len(each.sessions))
+            session = Session(process, next(self._numbers), alone=alone)
             try:
                 await process.ready()
             except CannotStart as error:
-                self._failed_starts += 1
-                if self._failed_starts >= FAILED_STARTS:
+                session.leave()
+                self._failed_starts.add(process)
+                if len(self._failed_starts) >= FAILED_STARTS:
                     raise RlframeError(
                         f"processes of environment.name={self._setup.environment.name} cannot start: {error}"
                     ) from None
                 continue
-            self._failed_starts = 0
-            return process
+            except asyncio.CancelledError:
+                session.leave()
+                raise
+            self._failed_starts.clear()
+            return session
+
+    def _one_more(self) -> Process:
+        """Starts a process for one session."""
+        process = Process(self._setup, ended=self._single.discard)
+        self._single.add(process)
+        return process
 
     def _start(self) -> Process:
         return Process(self._setup, ended=self._replace)
@@ -158,7 +163,7 @@ class Session:
         try:
             await self.call(Close())
         finally:
-            self._leave()
+            self.leave()
 
     def abandon(self) -> None:
         """Makes the process release what the session holds, without waiting."""
@@ -175,10 +180,11 @@ class Session:
         try:
             return await self._process.call(self._number, call)
         except SessionFailed:
-            self._leave()
+            self.leave()
             raise
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Gives up its place in the process, and the process if that has no other."""
         self._process.sessions.discard(self._number)
         if self._alone:
             self._process.kill()

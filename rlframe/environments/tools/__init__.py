@@ -28,8 +28,8 @@ class ToolsConfig:
     tools: dict[str, ToolTerm] = field(default_factory=dict)
     """The tools, by a name of one's choice."""
     call_timeout_s: Seconds = 30.0
-    """Seconds that one call may take. The policy is told of one that takes longer. It must be less than
-    environment.step_timeout_s, which ends the attempt."""
+    """Seconds that one call may take once it has a place. The policy is told of one that takes longer. It must be less
+    than environment.step_timeout_s, which ends the attempt."""
     max_calls_per_turn: Annotated[int, Range(1, 10_000)] = 16
     """Greatest number of calls of one turn. The policy is told that further ones were not done."""
     max_answer_characters: Annotated[int, Range(1, LONGEST_ANSWER)] = 8192
@@ -77,6 +77,16 @@ class Tools(Environment):
         cls.kinds = build_tools(config.tools)
         for tool, settings in cls.kinds:
             tool.prepare(settings)
+        # The others know their functions when a session opens them.
+        named = {
+            key: tool(settings).schemas
+            for key, (tool, settings) in zip(config.tools, cls.kinds, strict=True)
+            if tool.open is Tool.open
+        }
+        hint = "set options.function of one of them to another name, if it has that option"
+        faults = [Fault(f"{KEY}.{key}", said=f"{said}; {hint}") for key, said in doubled(named)]
+        if faults:
+            raise ConfigError(faults)
 
     kinds: ClassVar[Sequence[tuple[type[Tool], Any]]] = ()
     """Class and settings of each tool."""
@@ -90,8 +100,14 @@ class Tools(Environment):
     async def reset(self, prompt: Prompt, *, seed: int) -> Sequence[Message]:
         """Returns the prompt's messages, and offers the tools."""
         await asyncio.gather(*(tool.open(prompt, seed=seed) for tool in self._all))
+        # The data may have described a tool that the environment answers.
+        known = [schema for tool in self._all for schema in tool.schemas]
+        offered = {"the prompt": [schema for schema in prompt.tools if schema not in known]}
+        offered |= {f"{KEY}.{key}": tool.schemas for key, tool in zip(self._config.tools, self._all, strict=True)}
+        for key, said in doubled(offered):
+            raise ValueError(f"{key}: {said}")
         self._by_name = {schema["function"]["name"]: tool for tool in self._all for schema in tool.schemas}
-        self.tools = [*prompt.tools, *(schema for tool in self._all for schema in tool.schemas)]
+        self.tools = [schema for schemas in offered.values() for schema in schemas]
         return prompt.messages
 
     async def step(self, turn: Turn) -> Step:
@@ -118,13 +134,14 @@ class Tools(Environment):
         """Returns the result of a call, or why there is none, and how it ended."""
         self._counts["tool_calls"] += 1
         function, end = call["function"], CallEnd.FAILED
-        limit = asyncio.timeout(self._config.call_timeout_s)
+        limit, tool = asyncio.timeout(None), self._by_name.get(function["name"])
         try:
-            async with limit:
-                tool = self._by_name.get(function["name"])
-                if tool is None:
-                    raise ToolError(f"there is no tool {function['name']!r:.80}")
-                result = await tool.call(function["name"], function["arguments"])
+            if tool is None:
+                raise ToolError(f"there is no tool {function['name']!r:.80}")
+            async with tool.place():
+                limit = asyncio.timeout(self._config.call_timeout_s)
+                async with limit:
+                    result = await tool.call(function["name"], function["arguments"])
             return answer_to(call, self._cut(result)), CallEnd.DONE
         except TimeoutError as error:
             end = CallEnd.TIMED_OUT if limit.expired() else end
@@ -144,6 +161,16 @@ class Tools(Environment):
         left_out = f"\n... {len(text) - most} characters left out ...\n"
         half = max(0, most - len(left_out)) // 2
         return text[:half] + left_out + text[len(text) - half :]
+
+
+def doubled(offered: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
+    """Yields each place whose functions include one that an earlier place has, and a sentence that says so."""
+    seen: dict[str, str] = {}
+    for place, schemas in offered.items():
+        for schema in schemas:
+            name = schema["function"]["name"]
+            if seen.setdefault(name, place) != place:
+                yield place, f"offers the function {name!r:.80}, as {seen[name]} does"
 
 
 COMPONENT, CONFIG = Tools, ToolsConfig

@@ -5,6 +5,7 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from rlframe.types.messages import Message
@@ -34,6 +35,10 @@ class Tool(ABC):
     @abstractmethod
     def __init__(self, config: Any):
         """Prepares the tool for a session."""
+
+    def place(self) -> AbstractAsyncContextManager[Any]:
+        """Returns what a call must hold. Its time begins when it does."""
+        return nullcontext()
 
     async def open(self, prompt: Prompt, *, seed: int) -> None:  # noqa: B027 - most tools hold nothing
         """Begins the session, before the tool's schemas are read."""

@@ -13,6 +13,8 @@ LONGEST_EXPRESSION = 1000
 """Greatest number of characters of an expression."""
 LARGEST_BITS = 4096
 """Greatest size of a whole number, so that no expression takes long."""
+MOST_DIGITS = 400
+"""Greatest number of digits to round to: floats have fewer, and Python computes 10 to that power."""
 BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -22,9 +24,17 @@ BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 UNARY: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def _round(value: int | float, digits: int | None = None) -> int | float:
+    if digits is not None and abs(digits) > MOST_DIGITS:
+        raise ValueError(f"round takes at most {MOST_DIGITS} digits")
+    return round(value, digits)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
-    "round": round,
+    "round": _round,
     "min": min,
     "max": max,
     "sqrt": math.sqrt,

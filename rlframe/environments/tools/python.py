@@ -54,7 +54,10 @@ class PythonConfig:
     """Greatest size in KiB of what the code writes. What the policy reads of it is `max_answer_characters` of the
     tools."""
     parallel: Annotated[int, Range(1, 1024)] = 8
-    """Greatest number of calls that run at the same time in each process of sessions. Further ones wait."""
+    """Greatest number of calls that run at the same time in each process of sessions. Further ones wait, as long as
+    `environment.step_timeout_s` allows."""
+    function: str = "python"
+    """Name by which the policy calls it. Of two such tools, one needs another name."""
     interpreter: Annotated[str, PathText()] | None = None
     """Path of the Python interpreter. null means the one of the run, with its packages."""
     readable: Annotated[list[str], PathText()] = field(default_factory=list)
@@ -115,7 +118,7 @@ class Python(Tool):
         cls.shared[repr(config)] = Shared(box=box, free=asyncio.Semaphore(config.parallel))
 
     def __init__(self, config: PythonConfig):
-        self._shared = self.shared[repr(config)]
+        self._shared, self._function = self.shared[repr(config)], config.function
 
     @property
     def schemas(self) -> list[Schema]:
@@ -125,12 +128,16 @@ class Python(Tool):
             {
                 "type": "function",
                 "function": {
-                    "name": "python",
+                    "name": self._function,
                     "description": "Runs Python code in a new interpreter, and returns what it prints.",
                     "parameters": {"type": "object", "properties": {"code": code}, "required": ["code"]},
                 },
             }
         ]
+
+    def place(self) -> asyncio.Semaphore:
+        """See Tool."""
+        return self._shared.free
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """See Tool."""
@@ -139,12 +146,10 @@ class Python(Tool):
             raise ToolError(f"code must be text, got {code!r:.80}")
         if len(code) > LONGEST_CODE:
             raise ToolError(f"code must have at most {LONGEST_CODE} characters, got {len(code)}")
-        async with self._shared.free:
-            try:
-                ended = await self._shared.box.run(code)
-            except DidNotStart as error:
-                raise ToolError(f"the code could not be started: {error}") from None
-        return answer(ended)
+        try:
+            return answer(await self._shared.box.run(code))
+        except DidNotStart as error:
+            raise ToolError(f"the code could not be started: {error}") from None
 
 
 def answer(ended: Ended) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,10 @@ class SearchConfig:
     """Greatest number of documents that a search returns."""
     max_document_characters: Annotated[int, Range(1, 1_000_000)] = 1000
     """Greatest number of characters of each. Of a longer one, the part with most words of the query is returned."""
+    function: str = "search"
+    """Name by which the policy calls it. Of two corpora, one needs another name."""
+    description: str = "Returns the documents that fit a query best."
+    """Description of the function, which the policy reads."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -125,8 +130,8 @@ class Search(Tool):
             {
                 "type": "function",
                 "function": {
-                    "name": "search",
-                    "description": "Returns the documents that fit a query best.",
+                    "name": self._config.function,
+                    "description": self._config.description,
                     "parameters": {"type": "object", "properties": {"query": query}, "required": ["query"]},
                 },
             }
@@ -139,8 +144,10 @@ class Search(Tool):
             raise ToolError(f"query must be text, got {query!r:.80}")
         if len(query) > LONGEST_QUERY:
             raise ToolError(f"a query must have at most {LONGEST_QUERY} characters, got {len(query)}")
-        found = await asyncio.to_thread(self._index.search, query, self._config.top_k)
-        most = self._config.max_document_characters
+        return await asyncio.to_thread(self._found, query)
+
+    def _found(self, query: str) -> str:
+        found, most = self._index.search(query, self._config.top_k), self._config.max_document_characters
         texts = [f"[{number}] {each.title}\n{passage(each.text, query, most)}" for number, each in enumerate(found, 1)]
         return "\n\n".join(texts) or "(no document has any of these words)"
 
@@ -158,7 +165,7 @@ def passage(text: str, query: str, most: int) -> str:
     places = [found.start() for found in WORDS.finditer(text) if found.group().lower() in wanted]
     # Some words before the first one that was looked for.
     starts = [0, *(max(0, min(place - most // 4, len(text) - most)) for place in places)]
-    best = max(starts, key=lambda start: sum(start <= place < start + most for place in places))
+    best = max(starts, key=lambda start: bisect_left(places, start + most) - bisect_left(places, start))
     return text[best : best + most]
 
 

@@ -27,7 +27,7 @@ STEP = "evaluation.json"
 
 def evaluate(attempts: Attempts, scorer: Scorer | None, sets: Sequence[EvaluationSet]) -> list[Evaluated]:
     """Returns scored attempts at the prompts of all sets."""
-    ended = attempts.run_all([task for each in sets for task in tasks_of(attempts, each, step=0)])
+    ended = attempts.run([task for each in sets for task in tasks_of(attempts, each, step=0)])
     groups = {name: each.group for name, each in ended.items()}
     # After all sampling: a reward model may need the memory of the engines.
     return [judged(each, groups_of(each, groups, step=0), scorer) for each in sets]

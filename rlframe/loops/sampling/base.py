@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rlframe.attempts.buffer import Finished
 from rlframe.attempts.fleet import Attempts
-from rlframe.attempts.leases import Leases
+from rlframe.attempts.leases import Lease, Leases
+from rlframe.attempts.turns import Task
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.types.rollout import Group, members
@@ -68,14 +69,16 @@ class Sampler(ABC):
         """
         with self.phase("rollout", on=self.attempts.rollout):
             leases = self.leases.take(count, step=step, again=again, version=step - 1)
-            groups = [lease.begin(self.group_size) for lease in leases]
-            ended = self.attempts.run(groups, step=step, again=again)
+            ended = self.attempts.run([self._task(each, each.begin(self.group_size)) for each in leases])
         groups = [ended[lease.group_id].group for lease in leases]
         self.score(groups)
         for lease, group in zip(leases, groups, strict=True):
             self.leases.measure(lease, group.rollouts)
             self._taken.append(Finished(lease=lease, group=group, lost=ended[lease.group_id].lost))
         return groups
+
+    def _task(self, lease: Lease, group: Group) -> Task:
+        return self.attempts.task(group, step=lease.step, epoch=lease.epoch, again=lease.again)
 
     def score(self, groups: Iterable[Group]) -> None:
         """Scores attempted groups by the reward model, if there is one."""

@@ -187,7 +187,7 @@ class BufferedSampler(Sampler):
                 self.leases.measure(lease, self.buffer.waiting[-1].group.rollouts)
                 continue
             begun = tuple(Progress(**each) for each in progress)
-            tasks.append(replace(self.attempts.task(group, step=lease.step, again=lease.again), progress=begun))
+            tasks.append(replace(self._task(lease, group), progress=begun))
         if self.buffer.oversamples:
             # The engines may have to sleep before they sample.
             self.attempts.pause()
@@ -243,7 +243,7 @@ class BufferedSampler(Sampler):
         for lease in leases:
             self.buffer.add(lease)
             self._begun_s[lease.ordinal] = time.monotonic()
-            tasks.append(self.attempts.task(lease.begin(self.group_size), step=lease.step, again=lease.again))
+            tasks.append(self._task(lease, lease.begin(self.group_size)))
         self.attempts.start(tasks)
 
     def _lease(self, count: int, step: int) -> list[Lease]:

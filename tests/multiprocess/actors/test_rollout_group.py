@@ -300,7 +300,7 @@ def test_a_request_on_its_way_to_an_engine_is_interrupted_too(group: RolloutGrou
 
 def test_an_attempt_whose_environment_raises_is_left_out_and_counted(group: RolloutGroup):
     failing = attempts_of(group, "tests.environments:FailsOnOne")
-    ended = failing.run(groups_of(2), step=1, sampling=A_WORD)
+    ended = failing.run([failing.task(each, step=1, sampling=A_WORD) for each in groups_of(2)])
     assert {name: (len(each.group.rollouts), lost_of(each)) for name, each in ended.items()} == {
         prompt.id: (0, {DropReason.FAILED: 2}) if prompt.id == "p1" else (2, {}) for prompt in PROMPTS
     }
@@ -312,7 +312,7 @@ def test_an_attempt_that_takes_too_long_is_left_out(group: RolloutGroup, tmp_pat
         """What is left out of each group while one engine answers none."""
         late, released = attempts_of(group, "single_turn", attempt_timeout_s=limit_s), tmp_path / f"{limit_s}"
         in_engine(group, 1, hold, released)
-        ended = late.run(groups_of(2), step=1)
+        ended = late.run([late.task(each, step=1) for each in groups_of(2)])
         released.touch()
         late.close()
         assert all(len(each.group.rollouts) + lost_of(each).total() == 2 for each in ended.values())
@@ -332,7 +332,7 @@ def test_the_engine_ends_the_request_of_an_attempt_that_takes_too_long(group: Ro
     # 120 tokens take at least two minutes there.
     sampling = SamplingParams(max_tokens=120, min_tokens=120)
     begun = time.monotonic()
-    (ended,) = late.run(groups_of(2)[:1], step=1, sampling=sampling).values()
+    (ended,) = late.run([late.task(groups_of(1)[0], step=1, sampling=sampling)]).values()
     assert lost_of(ended) == {DropReason.TIMED_OUT: 2}
     answers = attempts.generate(PROMPTS, group_size=1, step=1, sampling=A_WORD)
     assert len(answers) == len(PROMPTS) and time.monotonic() - begun < 120, "the engines are free again"

@@ -6,6 +6,11 @@ AUDIT = "tests/unit/tools/test_audit.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
+        "rlframe/attempts/fields.py",
+        "tests/unit/attempts/test_stored.py",
+        ("a tuple comes back as a list", '"tuple": tuple}', '"tuple": list}'),
+    ),
+    *faults(
         "rlframe/attempts/stored.py",
         "tests/unit/attempts/test_stored.py",
         ("arrays of another folder are taken", "if hashlib.sha256(content).hexdigest() != digest:", "if False:"),
@@ -14,7 +19,6 @@ MUTATIONS: list[Mutation] = [
             'arrays.take("token_rewards", length) if arrays.of("has_token_rewards") else None',
             "None",
         ),
-        ("a tuple comes back as a list", "if type(value) is list:", "if type(value) in (list, tuple):"),
         (
             "weights come back as parts",
             "dict(zip(weights, scores[len(parts) :], strict=True))",

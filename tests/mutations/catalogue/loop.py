@@ -18,8 +18,8 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/attempts/test_environments.py",
         (
             "who waits for a reward asks the environment again",
-            "            progress.waits_for = WaitsFor.REWARD",
-            "            pass",
+            "                progress.waits_for = WaitsFor.REWARD\n",
+            "",
         ),
         (
             "an environment that answers at once takes a turn of the loop",

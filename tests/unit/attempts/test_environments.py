@@ -8,7 +8,9 @@ import pytest
 
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.runner import Ended, Runner
+from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.attempts.turns import Sides, Task
+from rlframe.environments.config import EnvironmentConfig, Verdict
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
@@ -32,7 +34,7 @@ def attempted(
 
     attempts = LocalAttempts([ask], lambda rollout: None, observe=observe, attempt_timeout_s=attempt_timeout_s)
     group = Group.begin("0", Prompt(id="p", text="", input=ModelInput((1, 2))), count)
-    (ended,) = attempts.run([group], step=1).values()
+    (ended,) = attempts.run([attempts.task(group, step=1)]).values()
     return ended, calls, attempts.now_s
 
 
@@ -102,13 +104,18 @@ def test_an_attempt_that_waits_for_its_environment_or_its_reward_goes_on_from_th
         await asyncio.sleep(3600)
 
     async def observe(rollout: Rollout) -> list[int] | None:
+        if rollout.sample_index == 2:
+            raise SessionFailed(Trouble.RAISED, "no such file")
         await asyncio.sleep(3600 * rollout.sample_index)
         return None
 
     async def snapshot() -> list[Task]:
         sides = Sides(decode=str, open=opening(observe), score=never)
-        runner = Runner([ask], sides, run_seed=0, max_calls=1, max_positions=64, attempt_timeout_s=1e6)
-        group = Group.begin("0", Prompt(id="p", text="", input=ModelInput((1, 2))), 2)
+        train = EnvironmentConfig(on_failure=Verdict.TRAIN)
+        runner = Runner(
+            [ask], sides, run_seed=0, max_calls=1, max_positions=64, attempt_timeout_s=1e6, environment=train
+        )
+        group = Group.begin("0", Prompt(id="p", text="", input=ModelInput((1, 2))), 3)
         runner.start([Task(group=group, sampling=SamplingParams(max_tokens=4), step=1)], version=0)
         await asyncio.sleep(0.1)
         runner.interrupt()
@@ -118,6 +125,7 @@ def test_an_attempt_that_waits_for_its_environment_or_its_reward_goes_on_from_th
     attempts = LocalAttempts([ask], lambda rollout: None, observe=at_once)
     attempts.start(tasks)
     (ended,) = attempts.next()
-    # The first was over but for its reward, whatever the environment says now.
-    assert [rollout.token_ids.tolist() for rollout in ended.group.rollouts] == [[1, 2, 9], [1, 2, 9, 5, 9, 5, 9]]
-    assert asked == [2, 2, 4, 6]
+    # The first was over but for its reward, whatever the environment says now, and the last one by its failure.
+    last = ended.group.rollouts[2]
+    assert [each.token_ids.tolist() for each in ended.group.rollouts] == [[1, 2, 9], [1, 2, 9, 5, 9, 5, 9], [1, 2, 9]]
+    assert asked == [2, 2, 2, 4, 6] and last.num_turns == len(last.records) == 1

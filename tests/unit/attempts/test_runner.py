@@ -256,6 +256,24 @@ def test_the_time_in_which_attempts_are_interrupted_is_not_theirs():
     simulated(run())
 
 
+def test_the_time_of_attempts_that_begin_while_others_are_interrupted_begins_afterwards():
+    async def slow(requests: list[GenerationRequest]) -> list[Completion]:
+        await asyncio.sleep(0.15)
+        return [COMPLETION for _ in requests]
+
+    async def run() -> None:
+        runner = runner_of(slow, attempt_timeout_s=0.3)
+        # As after the death of a runner, whose successor gets the attempts.
+        runner.interrupt()
+        runner.start([task("a", size=2)], version=0)
+        await asyncio.sleep(0.5)
+        runner.release()
+        (ended,) = (await news_of(runner, 1)).ended
+        assert len(ended.group.rollouts) == 2 and not ended.lost
+
+    simulated(run())
+
+
 def test_the_engine_ends_requests_of_attempts_that_have_run_out_of_time():
     running: dict[str, asyncio.Event] = {}
     aborted: list[str] = []

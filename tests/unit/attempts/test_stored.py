@@ -3,6 +3,8 @@
 import math
 import string
 from dataclasses import fields, replace
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -125,12 +127,21 @@ def test_a_rollout_may_have_another_prompt_than_its_group(tmp_path: Path) -> Non
     assert read_groups(tmp_path / "groups") == groups
 
 
-def test_of_the_record_what_json_does_not_hold_is_left_out(tmp_path: Path) -> None:
-    fields_of_record = {"image": b"\x00", "pair": (1, 2), "deep": [{"at": {1: 2}}], "array": np.zeros(2), "kept": [1]}
+def test_of_the_record_what_no_reader_of_data_makes_is_left_out(tmp_path: Path) -> None:
+    known = {
+        "image": b"\x00\xff",
+        "when": datetime(2024, 2, 29, 12, 0, 0, 5, tzinfo=timezone(timedelta(hours=-3))),
+        "days": [{"day": date(2024, 2, 29), "at": time(1, 2), "for": timedelta(days=-1, microseconds=1)}, 1, None],
+        "price": Decimal("0.10"),
+        "map": [("a", b"1"), ("b", (1, 2))],
+        "kept": [1],
+    }
+    fields_of_record = known | {"deep": [{"at": {1: 2}}], "array": np.zeros(2)}
     prompt = replace(prompt_of(0, np.random.default_rng(0)), fields=fields_of_record)
     write_groups(tmp_path / "groups", [Group.begin("g", prompt, 1)])
     (group,) = read_groups(tmp_path / "groups")
-    assert group.prompt.fields == {"kept": [1]} and replace(group.prompt, fields=fields_of_record) == prompt
+    assert group.prompt.fields == known and str(group.prompt.fields["price"]) == "0.10"
+    assert replace(group.prompt, fields=fields_of_record) == prompt
 
 
 def test_a_token_takes_thirteen_bytes(tmp_path: Path) -> None:

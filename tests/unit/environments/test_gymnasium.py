@@ -107,6 +107,8 @@ def test_a_seed_begins_alike() -> None:
 ECHO = """
 import dataclasses
 
+import numpy as np
+
 class Echo:
     def __init__(self, loud=False):
         self.loud = loud
@@ -116,7 +118,7 @@ class Echo:
 
     def step(self, action):
         seen = {"word": action.upper() if self.loud else action, "count": 1}
-        return seen, 0.5, action == "end", False, {"n": len(action)}
+        return seen, 0.5, action == "end", False, {"n": len(action), "won": np.bool_(action == "end")}
 
     def close(self):
         pass
@@ -127,11 +129,16 @@ def test_a_class_of_a_file_needs_no_package(tmp_path: Path) -> None:
     (tmp_path / "echo.py").write_text(ECHO)
     target = f"{tmp_path}/echo.py:Echo"
     session = made(
-        id=target, arguments={"loud": True}, observation="{word} {count} {info}", options_field="start", metrics=["n"]
+        id=target,
+        arguments={"loud": True},
+        observation="{word} {count} {info}",
+        options_field="start",
+        metrics=["n", "won"],
     )
     opened, steps = played(session, prompt("Play.", start={"word": "hello"}), ["two words", "end"])
     assert opened[0]["content"] == "Play.\n\nhello 0 {}"
-    assert steps[0].messages[0]["content"] == "TWO WORDS 1 {'n': 9}"
+    assert steps[0].messages[0]["content"].startswith("TWO WORDS 1 {'n': 9, ")
+    assert steps[0].metrics["won"] == 0.0 and steps[1].metrics["won"] == 1.0
     assert steps[1].done and steps[1].metrics["n"] == 3.0 and steps[1].metrics["return"] == 1.0
     assert target.partition(":")[0] in outside.SOURCES
 

@@ -31,7 +31,6 @@ class BatchTokens(Check):
             look="the batch that the policy trains on is not what was sampled: packing",
             numbers={"wrong": wrong},
         )
-        # The same prompt may come twice in a step, with the same seeds.
         names = [(each.prompt.id, each.sample_index, each.sequence, each.token_ids.tobytes()) for each in rollouts]
         doubled = len(names) - len(set(names))
         yield found(
@@ -40,8 +39,8 @@ class BatchTokens(Check):
             fail=False,
             warn=doubled > 0,
             threshold="0",
-            look="attempts with the same prompt, index and tokens: fewer prompts than prompts_per_step, or a group "
-            "that is trained on twice",
+            look="attempts with the same prompt, index and tokens: a group that is trained on twice, "
+            "or a model that always says the same",
             numbers={"doubled": doubled},
         )
         given = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])

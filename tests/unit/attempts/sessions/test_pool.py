@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,6 +18,7 @@ from rlframe.environments.config import EnvironmentConfig
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason
+from rlframe.utils.errors import RlframeError
 from tests.unit.attempts.sessions.misbehaving import GOOD, TURNS, WAYS
 from tests.until import PATIENCE_S, under_a_fair_limit
 
@@ -25,9 +29,12 @@ HERE = "tests.unit.attempts.sessions.misbehaving:Misbehaving"
 LIMIT_S = 1.0
 
 
-def setup(*, workers: int = 1, name: str = HERE, step_timeout_s: float = LIMIT_S) -> Setup:
+def setup(
+    *, workers: int = 1, name: str = HERE, step_timeout_s: float = LIMIT_S, options: Mapping[str, Any] | None = None
+) -> Setup:
     """Settings of processes for the environment of these tests."""
-    config = EnvironmentConfig(name=name, workers=workers, step_timeout_s=step_timeout_s, memory_gb=0.5)
+    limits = {"step_timeout_s": step_timeout_s, "memory_gb": 0.5}
+    config = EnvironmentConfig(name=name, workers=workers, options=dict(options or {}), **limits)
     return Setup(environment=config, folder=os.getcwd(), sources={})
 
 
@@ -152,3 +159,54 @@ def test_a_session_alone_whose_process_ends_between_its_turns_is_the_one_that_en
 
     failure = asyncio.run(run())
     assert failure.trouble is Trouble.DIED and "ended its process" in str(failure)
+
+
+async def processes_of(pool: SessionPool, number: int) -> list[int]:
+    """How many of some sessions, opened at once, each process has."""
+    try:
+        sessions = await asyncio.gather(*(pool.open(prompt(GOOD), seed=0) for _ in range(number)))
+        return sorted(Counter([(await session.step(TURN)).metrics["process"] for session in sessions]).values())
+    finally:
+        pool.close()
+
+
+def starting(folder: Path, *, workers: int, failures: int = 0) -> Setup:
+    """Settings of processes of which the first ones do not start."""
+    options = {"folder": str(folder), "failures": failures}
+    return setup(workers=workers, name="tests.unit.attempts.sessions.starting:Starting", options=options)
+
+
+def test_sessions_are_spread_over_processes_that_are_not_ready_yet(tmp_path: Path) -> None:
+    async def run() -> list[int]:
+        return await processes_of(SessionPool(starting(tmp_path, workers=2)), 6)
+
+    assert asyncio.run(run()) == [3, 3]
+
+
+def test_a_process_that_does_not_start_counts_once_however_many_wait_for_it(tmp_path: Path) -> None:
+    async def run(folder: Path, failures: int) -> list[int]:
+        folder.mkdir()
+        return await processes_of(SessionPool(starting(folder, workers=1, failures=failures)), 4)
+
+    assert asyncio.run(run(tmp_path / "two", 2)) == [4]
+    with pytest.raises(RlframeError, match="cannot start: .*not yet"):
+        asyncio.run(run(tmp_path / "three", 3))
+
+
+def test_a_session_alone_that_is_given_up_while_its_process_starts_takes_that_along() -> None:
+    async def run() -> tuple[int, int]:
+        before = set(psutil.Process().children())
+        pool = SessionPool(setup(step_timeout_s=60.0))
+        try:
+            opening = asyncio.ensure_future(pool.open(prompt(GOOD), seed=0, alone=True))
+            await asyncio.sleep(0)
+            begun = set(psutil.Process().children()) - before
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            await pool.open(prompt(GOOD), seed=0)
+            return len(begun), sum(process_state(each.pid) is not State.DEAD for each in begun)
+        finally:
+            pool.close()
+
+    assert asyncio.run(run()) == (2, 1)

@@ -45,13 +45,16 @@ def check_timeline(world: World) -> None:
     assert len(seen) == len(set(seen)), "a group was trained on twice"
     for each in world.timeline:
         ordinals = [int(group.id) for group in each.groups]
+        asked = [(group.prompt.id, seeds) for group, seeds in zip(each.groups, each.seeds, strict=True)]
+        assert len(asked) == len(set(asked)), "a prompt that comes twice is answered anew"
         assert ordinals == sorted(ordinals) and 0 < len(ordinals) <= settings.prompts_per_step
-        for group, (step, again) in zip(each.groups, each.seeds, strict=True):
+        for group, (step, epoch, again) in zip(each.groups, each.seeds, strict=True):
             check_age(
                 settings, each.step, [version for one in group.rollouts for version in one.versions[one.loss_mask]]
             )
             if settings.lag or settings.oversample > 1:
                 assert (step, again) == (int(group.id) // settings.prompts_per_step + 1, 0)
+            assert epoch == int(group.id) // settings.num_prompts
             if not settings.in_flight_updates:
                 assert all(len({span.version for span in spans_of_turn}) == 1 for spans_of_turn in turns(group))
 

@@ -120,13 +120,13 @@ class SimulatedAttempts(Attempts):
             return RunnerProcess(world.loop, world.settings, world.rng)
 
         self.workers: Any = Workers([make()], world.until, world.rng, make)
-        self.begun: dict[str, tuple[int, int]] = {}
+        self.begun: dict[str, tuple[int, int, int]] = {}
         """Arguments of the seeds by the id of the group."""
         self._begin()
 
     def start(self, tasks: list[Task]) -> None:
         for task in tasks:
-            when = (task.step, task.again)
+            when = (task.step, task.epoch, task.again)
             assert self.begun.setdefault(task.group.id, when) == when, "a task that begins again keeps its seeds"
         super().start(tasks)
 
@@ -154,7 +154,7 @@ class SimulatedAttempts(Attempts):
         return found
 
 
-def check_tokens(group: Group, step: int, again: int) -> None:
+def check_tokens(group: Group, step: int, epoch: int, again: int) -> None:
     """Checks that each rollout has the answers to its own requests, and the versions of one policy after the other."""
     indices = [rollout.sample_index for rollout in group.rollouts]
     assert indices == sorted(set(indices)), "each attempt is there once"
@@ -166,6 +166,7 @@ def check_tokens(group: Group, step: int, again: int) -> None:
                 prompt_id=group.prompt.id,
                 sample_index=rollout.sample_index,
                 step=step,
+                epoch=epoch,
                 again=again,
                 turn=turn,
             )
@@ -200,7 +201,7 @@ class Checkpoint:
     data: dict[str, Any]
     folder: Path
     """What was in flight."""
-    begun: dict[str, tuple[int, int]]
+    begun: dict[str, tuple[int, int, int]]
     """The seeds' arguments of the groups that were begun."""
 
 
@@ -210,7 +211,8 @@ class Trained:
 
     step: int
     groups: list[Group]
-    seeds: list[tuple[int, int]]
+    seeds: list[tuple[int, int, int]]
+    """Step, epoch and number of the round of each group."""
 
 
 @dataclass(slots=True)

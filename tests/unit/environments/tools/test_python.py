@@ -1,7 +1,6 @@
 """The tool python as the policy meets it, and what it refuses to do without."""
 
 import ast
-import asyncio
 import os
 import shutil
 import tempfile
@@ -54,7 +53,7 @@ def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def as_tool(settings: dict[str, Any]) -> dict[str, Any]:
     """The tool with these settings, as in YAML."""
-    return {"name": "python", "options": {**settings, "sandbox": str(settings["sandbox"]), "timeout_s": 20.0}}
+    return {"name": "python", "options": {"timeout_s": 20.0, **settings, "sandbox": str(settings["sandbox"])}}
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -131,14 +130,11 @@ def test_a_call_that_is_given_up_leaves_nothing_behind(settings: dict[str, Any])
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
-def test_further_calls_wait_for_a_place(settings: dict[str, Any]) -> None:
-    async def run() -> list[str]:
-        config = PythonConfig(**settings, timeout_s=30.0, parallel=1)
-        Python.prepare(config)
-        tool, code = Python(config), "import time; a = time.time(); time.sleep(0.2); print(a, time.time())"
-        return await asyncio.gather(*(tool.call("python", {"code": code}) for _ in range(3)))
-
-    spans = sorted(tuple(map(float, answer.split())) for answer in asyncio.run(run()))
+def test_the_time_of_further_calls_begins_when_they_have_a_place(settings: dict[str, Any]) -> None:
+    code = "import time; a = time.time(); time.sleep(1); print(a, time.time())"
+    tool = as_tool({**settings, "timeout_s": 2.0, "parallel": 1})
+    _, (step,) = session([called(*[("python", {"code": code})] * 4)], tools={"python": tool}, call_timeout_s=3.0)
+    spans = sorted(tuple(map(float, answer.split())) for answer in contents(step))
     assert all(earlier[1] <= later[0] for earlier, later in zip(spans, spans[1:], strict=False))
 
 

@@ -83,6 +83,24 @@ def test_of_a_long_document_the_part_with_the_words_is_returned(corpus: Path) ->
     assert passage("abc def", "def", 3) == "def" and passage("abc def", "ghi", 3) == "abc"
 
 
+def test_two_corpora_are_two_functions(tmp_path: Path) -> None:
+    tools = {}
+    for name, text in {"fruit": "apples are red", "ships": "boats are blue"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+        tools[name] = {"name": "search", "options": {"corpus": f"{tmp_path}/{name}.txt", "function": f"find_{name}"}}
+    offered, (step,) = session(
+        [called(("find_fruit", {"query": "apples"}), ("find_ships", {"query": "boats"}))], tools=tools
+    )
+    assert offered == ["find_fruit", "find_ships"]
+    assert contents(step) == ["[1] fruit\napples are red", "[1] ships\nboats are blue"]
+
+
+def test_the_time_for_a_passage_grows_with_the_document_alone() -> None:
+    text = "the " * 100_000
+    # Every pair of its words would be 10^10 steps.
+    assert passage(text, "the", 400) == text[:400]
+
+
 def test_fields_are_settings(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"name": "n", "contents": "moon", "text": 3}\n')
     options = {"text_field": "contents", "title_field": "name"}

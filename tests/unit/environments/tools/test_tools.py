@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,14 @@ def called(*calls: tuple[str, dict[str, Any]], malformed: Sequence[str] = ()) ->
     return Turn(message=message, text="", finish_reason=FinishReason.STOP, malformed=tuple(malformed))
 
 
-def session(turns: Sequence[Turn], **options: Any) -> tuple[list[str], list[Step]]:
+def session(turns: Sequence[Turn], *, prompt: Prompt = PROMPT, **options: Any) -> tuple[list[str], list[Step]]:
     """The names of the tools that a session offers, and its answers to turns."""
 
     async def run() -> tuple[list[str], list[Step]]:
         kind, settings = find_environment(EnvironmentConfig(name="tools", options=options))
         kind.prepare(settings)
         made = kind(settings)
-        assert list(await made.reset(PROMPT, seed=0)) == list(PROMPT.messages)
+        assert list(await made.reset(prompt, seed=0)) == list(prompt.messages)
         steps = [await made.step(turn) for turn in turns]
         await made.close()
         return [tool["function"]["name"] for tool in made.tools], steps
@@ -116,6 +117,8 @@ def test_what_cannot_be_called_is_an_answer_that_the_policy_reads() -> None:
                 ("calculator", {"expression": "1/0"}),
                 ("calculator", {"expression": ["1"]}),
                 ("calculator", {}),
+                # Python would compute 10 to that power, for minutes.
+                ("calculator", {"expression": "round(7, -10**9)"}),
                 ("nobody", {}),
                 malformed=["the call is not JSON"],
             )
@@ -126,11 +129,12 @@ def test_what_cannot_be_called_is_an_answer_that_the_policy_reads() -> None:
         "Error: '1/0' has no value: division by zero",
         "Error: expression must be text, got ['1']",
         "Error: expression must be text, got None",
+        "Error: 'round(7, -10**9)' has no value: round takes at most 400 digits",
         "Error: there is no tool 'nobody'",
         "Error: the call is not JSON",
     ]
-    assert [message["role"] for message in answered.messages] == ["tool"] * 4 + ["user"]
-    assert answered.metrics == {"tool_calls": 4.0, "failed_tool_calls": 4.0, "malformed_tool_calls": 1.0}
+    assert [message["role"] for message in answered.messages] == ["tool"] * 5 + ["user"]
+    assert answered.metrics == {"tool_calls": 5.0, "failed_tool_calls": 5.0, "malformed_tool_calls": 1.0}
 
 
 def test_functions_of_ones_own_are_described_by_their_hints_and_docstrings(file: str) -> None:
@@ -190,6 +194,22 @@ def test_tools_that_cannot_be_are_refused_by_their_key(file: str) -> None:
     kind, settings = find_environment(EnvironmentConfig(name="tools"))
     with pytest.raises(ConfigError, match="environment.options.tools must name at least one tool"):
         kind.prepare(settings)
+
+
+def test_functions_of_one_name_are_refused(file: str) -> None:
+    twice = {"first": {"name": "calculator"}, "second": {"name": "calculator"}}
+    kind, settings = find_environment(EnvironmentConfig(name="tools", options={"tools": twice}))
+    with pytest.raises(
+        ConfigError, match="tools.second: offers the function 'calculator', as first does; set options.function"
+    ):
+        kind.prepare(settings)
+    # What the data describes as the tool does is offered once.
+    own = Calculator(CalculatorConfig()).schemas[0]
+    offered, _ = session([], tools={"mine": {"name": "calculator"}}, prompt=replace(PROMPT, tools=(own,)))
+    assert offered == ["calculator"]
+    other = {"type": "function", "function": {**own["function"], "description": "Guesses."}}
+    with pytest.raises(ValueError, match="tools.mine: offers the function 'calculator', as the prompt does"):
+        session([], tools={"mine": {"name": "calculator"}}, prompt=replace(PROMPT, tools=(other,)))
 
 
 def test_a_call_must_end_before_its_attempt_does() -> None:

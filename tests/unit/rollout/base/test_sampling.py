@@ -29,9 +29,9 @@ def test_uniforms_are_the_top_53_bits():
 
 def test_request_seed_is_stable_and_sensitive_to_every_part():
     base = {"run_seed": 1, "prompt_id": "a:0", "sample_index": 2, "step": 3, "turn": 0}
-    changes = [{"run_seed": 2}, {"prompt_id": "a:1"}, {"sample_index": 3}, {"step": 2}, {"turn": 1}]
+    changes = [{"run_seed": 2}, {"prompt_id": "a:1"}, {"sample_index": 3}, {"step": 2}, {"turn": 1}, {"epoch": 1}]
     seeds = [request_seed(**base), *(request_seed(**(base | change)) for change in changes)]
-    assert len(set(seeds)) == 6
+    assert len(set(seeds)) == 7
     assert all(0 <= seed < 2**63 for seed in seeds)
     # blake2b-64 of b"1 3 2 0 a:0", little endian, shifted right by one: must never change, or runs do not repeat.
     assert seeds[0] == 2767852785356626844

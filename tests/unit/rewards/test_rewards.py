@@ -55,6 +55,15 @@ def test_exact_match(options: dict, response: str, answer: str, value: float) ->
         ("it is -4", "4", 0.0),
         ("7-4", "4", 1.0),  # a subtraction, not a sign
         ("12.5", "12", 0.0),
+        ("it is \u22124", "-4", 1.0),  # the minus of typography
+        ("it is \u22124", "4", 0.0),
+        ("7\u22124", "4", 1.0),
+        ("it is -4", "\u22124", 1.0),
+        ("it is .5", "0.5", 1.0),
+        ("it costs $.75", "0.75", 1.0),
+        ("it is -.5", "-0.5", 1.0),
+        ("1.2.5", "5", 1.0),
+        ("So it is...5", "5", 1.0),
         ("\u0661\u0662\u0664", "124", 0.0),  # digits of other scripts are no answer
         ("no number", "124", 0.0),
         ("", "124", 0.0),

@@ -76,6 +76,9 @@ class Judge:
                     self._loop.call_soon_threadsafe(settle, scored, None)
         except RlframeError as error:
             self._give_up(error)
+        except BaseException as error:  # Whatever ends this thread: nobody else ends the waits for it.
+            self._give_up(RlframeError(f"the thread of rewards failed: {error!r}"))
+            raise
         finally:
             self._rewards.close()
 
@@ -88,8 +91,11 @@ class Judge:
 
     def _give_up(self, error: RlframeError) -> None:
         self._error = error
-        waiting = [*self._answers.values(), *(answer for _, _, answer in self._inbox)]
-        self._loop.call_soon_threadsafe(settle, waiting, error)
+        # In the loop, where nobody begins to wait between the look at the error and the inbox.
+        self._loop.call_soon_threadsafe(self._fail_all, error)
+
+    def _fail_all(self, error: RlframeError) -> None:
+        settle([*self._answers.values(), *(answer for _, _, answer in self._inbox)], error)
 
 
 def settle(answers: "Sequence[asyncio.Future[None]]", error: RlframeError | None) -> None:

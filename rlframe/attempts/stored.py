@@ -150,6 +150,7 @@ def _turns_described(rollout: Rollout) -> dict[str, Any]:
     found = {
         "records": [asdict(record) for record in rollout.records],
         "first_turn": rollout.first_turn,
+        "first_sampled": rollout.first_sampled,
         "ending": rollout.ending,
         "turn_parts": {name: list(values) for name, values in rollout.turn_parts.items()},
         "reward_troubles": dict(rollout.reward_troubles),
@@ -240,6 +241,7 @@ def _rollout(described: Mapping[str, Any], prompts: Sequence[Prompt], arrays: _A
         sequence=described.get("sequence", 0),
         records=tuple(_record(record) for record in described.get("records", ())),
         first_turn=described.get("first_turn", 0),
+        first_sampled=described.get("first_sampled", 0),
         ending=described.get("ending", ""),
         turn_parts=described.get("turn_parts", {}),
         reward_troubles=described.get("reward_troubles", {}),

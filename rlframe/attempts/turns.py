@@ -134,10 +134,11 @@ class Task:
         self.progress.append(Progress(ended=FORKED))
         known = {name: getattr(rollout, name) for name in ("messages", "numbers", "records")}
         sequence, turns = rollout.sequence + 1, rollout.num_turns
+        sampled = rollout.num_sampled_by_attempt
         rollout.restart(input)
         for name, value in known.items():
             setattr(rollout, name, value)
-        rollout.sequence, rollout.first_turn = sequence, turns
+        rollout.sequence, rollout.first_turn, rollout.first_sampled = sequence, turns, sampled
 
     def forget_earlier(self, rollout: Rollout) -> None:
         """Forgets the earlier sequences of an attempt, which begins again."""

@@ -32,9 +32,12 @@ class Pool:
         Args:
             size: processes.
             name: of the work, for messages: "reward".
+
+        Raises:
+            PoolError: the system does not start them.
         """
         self._work, self._limits, self.name = work, limits, name
-        self._workers = [Process(work, limits) for _ in range(size)]
+        self._workers = [self._new_worker() for _ in range(size)]
         self._failed_starts = 0
         """Number of consecutive workers that died while they started."""
         self._waiting: deque[list[tuple[int, Any]]] = deque()
@@ -161,7 +164,13 @@ class Pool:
             self._count_failed_start(trouble, printed)
         if rest := worker.give_up(trouble, self._results):
             self._waiting.appendleft(rest)
-        self._workers[place] = Process(self._work, self._limits)
+        self._workers[place] = self._new_worker()
+
+    def _new_worker(self) -> Process:
+        try:
+            return Process(self._work, self._limits)
+        except OSError as error:
+            raise PoolError(f"a {self.name} worker cannot start: {error.strerror or error}") from error
 
     def _count_failed_start(self, trouble: str, printed: str) -> None:
         """Counts consecutive workers that failed to start. One may be killed while it starts, for example for memory;

@@ -5,7 +5,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 END_TIMEOUT_S = 120.0
 READ_BYTES = 1 << 16
@@ -21,22 +21,27 @@ class Spawned:
 
         Args:
             inherited: further descriptors that it gets, under the same numbers.
+
+        Raises:
+            OSError: the system does not start it. No pipe is left then.
         """
         self.key = secrets.token_hex(8)
         """A word that its answers carry, and that no text which it prints has."""
-        reads_requests, self.requests = os.pipe()
-        self.answers, writes_answers = os.pipe()
-        self.prints, prints = os.pipe()
-        # A session of its own: Ctrl-C does not reach it, and processes that it starts are killed with it.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", program, str(reads_requests), str(writes_answers), *arguments],
-            pass_fds=[reads_requests, writes_answers, *inherited],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=prints,
-            stderr=prints,
-            start_new_session=True,
-        )
+        with ExitStack() as failed:
+            reads_requests, self.requests = _pipe(failed)
+            self.answers, writes_answers = _pipe(failed)
+            self.prints, prints = _pipe(failed)
+            # A session of its own: Ctrl-C does not reach it, and processes that it starts are killed with it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", program, str(reads_requests), str(writes_answers), *arguments],
+                pass_fds=[reads_requests, writes_answers, *inherited],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=prints,
+                stderr=prints,
+                start_new_session=True,
+            )
+            failed.pop_all()
         for theirs in (reads_requests, writes_answers, prints):
             os.close(theirs)
         self._open = [self.requests, self.answers, self.prints]
@@ -80,6 +85,14 @@ class Spawned:
         self._process.wait(timeout=END_TIMEOUT_S)
         while self._open:
             os.close(self._open.pop())
+
+
+def _pipe(failed: ExitStack) -> tuple[int, int]:
+    """Returns the ends of a pipe, which `failed` closes."""
+    ends = os.pipe()
+    for end in ends:
+        failed.callback(os.close, end)
+    return ends
 
 
 def end_session(leader: int) -> None:

@@ -40,7 +40,7 @@ class Attempt:
     answer: str | None
     """Ground truth. None if the data has none."""
     num_response_tokens: int
-    """Number of sampled tokens, the stop token included."""
+    """Number of tokens that the policy sampled in the whole attempt, stop tokens included."""
     finish_reason: FinishReason
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The raw record of the prompt."""

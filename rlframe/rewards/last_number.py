@@ -7,8 +7,14 @@ from decimal import Decimal, InvalidOperation
 from rlframe.rewards.base import Attempt, Reward
 from rlframe.utils.errors import RewardError
 
-NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
-"""Pattern of a number. A minus is its sign, unless it follows what one can subtract from."""
+MINUS = "\u2212"
+"""The minus that is no hyphen, as typography has it."""
+NUMBER = re.compile(
+    rf"(?:(?<![\w.)])[-{MINUS}])?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+)
+"""Pattern of a number. A minus is its sign, unless it follows what one can subtract from. A point is part of it, unless
+it ends a word."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,7 +34,7 @@ class LastNumber(Reward):
         """Returns 1.0 or 0.0. Raises RewardError if there is no answer, or if it is no number."""
         answer = attempt.required_answer()
         try:
-            right = Decimal(answer.strip().replace(",", ""))
+            right = _decimal(answer.strip())
         except InvalidOperation as error:
             raise RewardError(f"the answer must be a number, got {answer!r:.60}") from error
         found = _last_number(attempt)
@@ -42,7 +48,11 @@ class LastNumber(Reward):
 
 def _last_number(attempt: Attempt) -> Decimal | None:
     numbers = NUMBER.findall(attempt.response_text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    return _decimal(numbers[-1]) if numbers else None
+
+
+def _decimal(text: str) -> Decimal:
+    return Decimal(text.replace(",", "").replace(MINUS, "-"))
 
 
 COMPONENT, CONFIG = LastNumber, LastNumberConfig

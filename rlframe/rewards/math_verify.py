@@ -2,8 +2,10 @@
 them."""
 
 import logging
+import re
 from dataclasses import dataclass
 
+from latex2sympy2_extended.antlr_parser import PSParser
 from math_verify.grader import verify
 from math_verify.parser import parse
 
@@ -15,11 +17,39 @@ from rlframe.utils.errors import RewardError
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 ANSWER_MARK = "####"
+"""Precedes the final answer in its line, as in GSM8K. Markdown begins headings with the same."""
+LONGEST_MARKED = 200
+"""Greatest number of characters of an answer behind a mark."""
+LATER = (r"\boxed", "</think>")
+"""Words that come after a final answer's mark only if it was none."""
+DELIMITED = re.compile(r"(?<!\\)(?:\$|\\boxed|\\[(\[])")
+"""Pattern of what begins LaTeX in a text."""
+NUMBER = re.compile(r"-?[\d.\s/%]+")
+"""Pattern of numbers that LaTeX would read otherwise than they are meant: `3 1/2`, `1 000`."""
+EITHER = re.compile(r"-?\d+[,:]\d+")
+"""Pattern of what may be a pair or have a decimal comma, or be a ratio or a time: it is read as both."""
+MEASURE = re.compile(r"[-+$]*\d[\d,]*(?:\.\d+)?(?: [A-Za-z ]+)?\.?")
+"""Pattern of a number and its unit."""
+COMMAND = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\}|\\[A-Za-z]+")
+"""Pattern of the letters of LaTeX that are no product of variables."""
+WORD = re.compile(r"[A-Za-z]{2}")
+
+
+def no_gamma(atom: object) -> None:
+    """Returns nothing: an atom of LaTeX is no gamma."""
+
+
+# latex2sympy2_extended 1.11.0 asks every number in percent for FUNC_GAMMA, which its parser for antlr 4.9.3 lacks:
+# math-verify then reads no percentage in LaTeX. Hydra needs that antlr. The name came with
+# https://github.com/huggingface/latex2sympy2_extended/pull/2; this is over when that parser has it, as a test says.
+if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
+    PSParser.AtomContext.FUNC_GAMMA = no_gamma  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(kw_only=True, slots=True)
 class MathVerifyConfig:
-    r"""No settings. `#### 42`, `\boxed{42}`, `$42$` and a last plain number are all recognised."""
+    r"""No settings. `#### 42`, `\boxed{42}`, `$42$` and a last plain number are all recognised. The record's answer may
+    be LaTeX without delimiters, such as `2\sqrt{3}`."""
 
 
 class MathVerify(Reward):
@@ -36,22 +66,47 @@ class MathVerify(Reward):
     def score(self, attempt: Attempt) -> float:
         """Returns 1.0 or 0.0. Raises RewardError if there is no answer, or if it is not mathematics."""
         answer = attempt.required_answer()
-        gold = _parse(answer)
+        gold = _marked(answer) or _read(answer)
         if not gold:
             raise RewardError(f"the answer {answer!r} cannot be read as mathematics")
-        return float(verify(gold, _parse(attempt.response_text), timeout_seconds=None))
+        return float(verify(gold, _said(attempt.response_text), timeout_seconds=None))
 
     def extract(self, attempt: Attempt) -> str | None:
         """Returns the final answer as math-verify reads it, so that 1/2 and 2/4 are one, and 1/2 and 0.5 are two."""
-        found = _parse(attempt.response_text)
+        found = _said(attempt.response_text)
         return str(found[0]) if found else None
 
 
-def _parse(text: str) -> list:
+def _said(text: str) -> list:
+    """Returns the final answer of a response, or nothing."""
+    return _marked(text) or _parse(text)
+
+
+def _marked(text: str) -> list:
+    """Returns the answer behind the last ANSWER_MARK, or nothing if that is a heading, or the answer comes later."""
     _, mark, after = text.rpartition(ANSWER_MARK)
-    answer = after.strip().partition("\n")[0] if mark else text
+    line, _, rest = after.strip().partition("\n")
+    if not mark or len(line) > LONGEST_MARKED or any(word in rest for word in LATER):
+        return []
+    is_mathematics = re.search(r"[\d\\]", line) and not WORD.search(COMMAND.sub("", line))
+    is_last_number = MEASURE.fullmatch(line.strip()) and not rest
+    return _read(line) if is_mathematics or is_last_number or r"\boxed" in line else []
+
+
+def _read(answer: str) -> list:
+    """Returns what an answer is, with or without the delimiters between which alone math-verify reads LaTeX."""
+    answer = answer.strip().rstrip(".")
+    is_prose = WORD.search(answer) and not re.search(r"[\\^{]", answer)
+    if not (is_prose or DELIMITED.search(answer) or NUMBER.fullmatch(answer)):
+        found = _parse(rf"\boxed{{{answer}}}")
+        if found and not isinstance(found[0], str):
+            return found + _parse(answer) if EITHER.fullmatch(answer) else found
+    return _parse(answer)
+
+
+def _parse(text: str) -> list:
     # None disables math-verify's own alarm: the runner has a limit of its own, which also covers C code.
-    return parse(answer, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
 COMPONENT, CONFIG = MathVerify, MathVerifyConfig

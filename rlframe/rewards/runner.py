@@ -277,7 +277,7 @@ def attempt_of(rollout: Rollout) -> Attempt:
         prompt_text=rollout.prompt.text,
         response_text=rollout.text,
         answer=rollout.prompt.answer,
-        num_response_tokens=rollout.num_sampled_tokens,
+        num_response_tokens=rollout.num_sampled_by_attempt,
         finish_reason=rollout.finish_reason,
         fields=rollout.prompt.fields,
         source=rollout.prompt.source,

@@ -196,6 +196,8 @@ class Rollout(ByValue):
     nobody attempted it."""
     first_turn: int = 0
     """Index in the attempt of this sequence's first turn: the number of turns of the earlier sequences."""
+    first_sampled: int = 0
+    """Number of tokens that the policy sampled in the earlier sequences of the attempt."""
     ending: str = ""
     """The reason why the attempt ended: `done`, a limit of the environment, or its trouble. Empty if unknown."""
     token_rewards: Float[np.ndarray, " L"] | None = None
@@ -262,6 +264,11 @@ class Rollout(ByValue):
     def num_sampled_tokens(self) -> int:
         """Number of tokens that the policy sampled."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def num_sampled_by_attempt(self) -> int:
+        """Number of tokens that the policy sampled in the attempt until the end of this sequence."""
+        return self.first_sampled + self.num_sampled_tokens
 
     @property
     def total_reward(self) -> float:

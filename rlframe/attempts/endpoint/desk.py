@@ -102,13 +102,14 @@ class Desk:
 
     def _fill(self, index: int, sequence: Rollout) -> None:
         rollout, task = self._hosted.rollout, self._hosted.task
-        first, earlier = (rollout.num_turns, rollout.records) if index else (0, ())
+        first, sampled, earlier = 0, 0, ()
         if index:
+            first, sampled, earlier = rollout.num_turns, rollout.num_sampled_by_attempt, rollout.records
             self._hosted.count(Event.FORKED)
             task.fork(rollout, sequence.input)
         for each in fields(Rollout):
             setattr(rollout, each.name, getattr(sequence, each.name))
-        rollout.first_turn, rollout.records = first, (*earlier, *sequence.records)
+        rollout.first_turn, rollout.first_sampled, rollout.records = first, sampled, (*earlier, *sequence.records)
         start, end = rollout.turns[-1]
         rollout.sequence, rollout.text = index, self._decode(rollout.token_ids[start:end].tolist())
 

@@ -129,7 +129,9 @@ class ChatEndpoint(Chat):
 
         config = self._config
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers)
+            # No limit of connections: who asks has one, and a wait for a connection would count as the server's time.
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         content = {
             **config.extra,
             "model": config.model,

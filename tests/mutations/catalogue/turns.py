@@ -113,6 +113,11 @@ MUTATIONS: list[Mutation] = [
             "if rollout.num_turns > len(rollout.records):",
             "if False:",
         ),
+        (
+            "of a forked attempt the last two sequences are counted",
+            "sampled = rollout.num_sampled_by_attempt",
+            "sampled = rollout.num_sampled_tokens",
+        ),
     ),
     *faults(
         "rlframe/attempts/dialogue.py",

@@ -13,7 +13,10 @@ from rlframe.attempts import runner as runner_module
 from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.runner import Ended, News, Runner
+from rlframe.attempts.scoring import Judge
 from rlframe.attempts.turns import Progress, Sides, Task
+from rlframe.rewards.config import RewardConfig, RewardTerm
+from rlframe.rewards.runner import RewardRunner
 from rlframe.types.input import ModelInput
 from rlframe.types.packed import Packed
 from rlframe.types.prompt import Prompt
@@ -317,3 +320,24 @@ def test_an_attempt_that_failed_while_all_were_forgotten_says_nothing_to_those_t
         assert [each.group.id for each in (await news_of(runner, 1)).ended] == ["c"]
 
     simulated(run())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_ends_the_thread_of_rewards_ends_every_wait_for_them() -> None:
+    # A part that starts no process, and that nothing gets as far as.
+    endpoint = {"base_url": "http://127.0.0.1:9", "model": "nobody"}
+    config = RewardConfig(parts={"judge": RewardTerm(name="judge", options={"endpoint": endpoint})})
+    broken: Any = SimpleNamespace(records=[], finish_reason="stop", num_turns=1)
+    whole = task("a").group.rollouts[0]
+
+    async def waits() -> list[Any]:
+        judge = Judge(RewardRunner(config), asyncio.get_running_loop())
+        found = await asyncio.wait_for(
+            asyncio.gather(*map(judge.score, [broken, whole]), return_exceptions=True), timeout=60
+        )
+        found += await asyncio.gather(judge.score(whole), return_exceptions=True)
+        judge.close()
+        return found
+
+    for error in asyncio.run(waits()):
+        assert isinstance(error, RlframeError) and "the thread of rewards failed: AttributeError(" in str(error)

@@ -64,6 +64,7 @@ def rollout_of(prompt: Prompt, index: int, random: np.random.Generator, *, route
             leads_to="b",
         )
         rollout.records, rollout.first_turn, rollout.ending = (record, TurnRecord(finish_reason="length")), 1, "no_room"
+        rollout.first_sampled = 7
         rollout.turn_parts, rollout.reward_troubles = {"judge": [0.1, None]}, {"judge": "unparsable"}
     return rollout
 
@@ -99,8 +100,8 @@ def test_every_field_is_one_that_is_stored() -> None:
         Prompt: "id messages tools text input answer source fields",
         ModelInput: "token_ids",
         Rollout: "prompt sample_index input loss_mask rollout_logprobs versions finish_reason routes text "
-        "messages numbers sequence records first_turn ending token_rewards turn_parts reward reward_parts "
-        "reward_weights reward_failed reward_troubles",
+        "messages numbers sequence records first_turn first_sampled ending token_rewards turn_parts reward "
+        "reward_parts reward_weights reward_failed reward_troubles",
     }
     for kind, names in known.items():
         assert [each.name for each in fields(kind)] == names.split()

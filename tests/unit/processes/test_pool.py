@@ -1,5 +1,7 @@
 """A pool does what it is given, whatever it is, and a task that misbehaves costs itself alone."""
 
+import os
+import resource
 import time
 from collections.abc import Sequence
 from multiprocessing import connection
@@ -116,6 +118,21 @@ def test_work_that_cannot_be_prepared_is_a_sentence(work: Work, sentence: str) -
             sums.run([[1, 1]])
     with pool(work, size=1) as sums, pytest.raises(PoolError, match="a sum worker cannot start"):
         sums.try_start()
+
+
+def test_a_worker_that_the_system_does_not_start_is_a_sentence() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pool(Arithmetic(), size=1) as sums:
+        sums.run([[1, 1]])
+        # Enough to end the worker, and too few for the pipes of another.
+        free = os.open(os.devnull, os.O_RDONLY)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+        try:
+            with pytest.raises(PoolError, match="a sum worker cannot start: Too many open files"):
+                sums.run(["leave"])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_tasks_print_is_passed_on_cut() -> None:

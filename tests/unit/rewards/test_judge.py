@@ -183,24 +183,26 @@ def test_the_parts_own_limit_bounds_all_tries_together() -> None:
     assert one.reward_troubles == {"judge": "timed_out"} and not one.reward_failed
 
 
-def test_only_so_many_questions_at_a_time() -> None:
+@pytest.mark.parametrize("concurrency", [3, 101])  # more than the 100 connections that aiohttp allows by itself
+def test_only_so_many_questions_at_a_time(concurrency: int) -> None:
     full = asyncio.Event()
     held: list[Server] = []
 
     async def wait() -> str:
         # Goes on once as many wait as may.
-        if held[0].now == 3:
+        if held[0].now == concurrency:
             full.set()
         await asyncio.wait_for(full.wait(), 60)
         return "Score: 10"
 
     with serving(lambda request: wait()) as server:
         held.append(server)
-        term = RewardTerm(name="judge", options=options(server, concurrency=3))
-        rollouts = [rollout(index, "x", answer="y") for index in range(12)]
+        endpoint = {"retries": 0, "request_timeout_s": 30}
+        term = RewardTerm(name="judge", options=options(server, concurrency=concurrency, endpoint=endpoint))
+        rollouts = [rollout(index, "x", answer="y") for index in range(concurrency + 9)]
         with RewardRunner(RewardConfig(parts={"judge": term})) as runner:
             runner.score(rollouts)
-    assert server.most == 3 and [one.reward for one in rollouts] == [1.0] * 12
+    assert server.most == concurrency and {one.reward for one in rollouts} == {1.0}
 
 
 def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

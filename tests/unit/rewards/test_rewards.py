@@ -2,9 +2,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from latex2sympy2_extended.antlr_parser import PSParser
 
 from rlframe.rewards.base import Attempt, Reward, build_reward
 from rlframe.rewards.config import RewardConfig, RewardTerm
+from rlframe.rewards.math_verify import no_gamma
 from rlframe.types.rollout import FinishReason
 from rlframe.utils.errors import ConfigError, RewardError
 
@@ -55,6 +57,15 @@ def test_exact_match(options: dict, response: str, answer: str, value: float) ->
         ("it is -4", "4", 0.0),
         ("7-4", "4", 1.0),  # a subtraction, not a sign
         ("12.5", "12", 0.0),
+        ("it is \u22124", "-4", 1.0),  # the minus of typography
+        ("it is \u22124", "4", 0.0),
+        ("7\u22124", "4", 1.0),
+        ("it is -4", "\u22124", 1.0),
+        ("it is .5", "0.5", 1.0),
+        ("it costs $.75", "0.75", 1.0),
+        ("it is -.5", "-0.5", 1.0),
+        ("1.2.5", "5", 1.0),
+        ("So it is...5", "5", 1.0),
         ("\u0661\u0662\u0664", "124", 0.0),  # digits of other scripts are no answer
         ("no number", "124", 0.0),
         ("", "124", 0.0),
@@ -93,6 +104,66 @@ def test_last_number_refuses_an_answer_that_is_no_number() -> None:
 )
 def test_math_verify(response: str, answer: str, value: float) -> None:
     assert build("math_verify").score(attempt(response, answer)) == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (r"2\sqrt{3}", r"$2\sqrt{3}$", "2"),
+        (r"2\sqrt{3}.", r"$2\sqrt{3}$", "2"),
+        (r"\sqrt{2}", r"\boxed{\sqrt{2}}", "2"),
+        (r"\frac{\sqrt{3}}{2}", r"\boxed{\frac{\sqrt{3}}{2}}", "3"),
+        (r"3\pi", r"\boxed{3\pi}", "3"),
+        ("10^{5}", "100000", "10"),
+        ("x^2+1", r"\boxed{1+x^2}", "1"),
+        ("2k+2", r"\boxed{2(k+1)}", "2"),
+        ("(1,2)", r"\boxed{(1,2)}", r"\boxed{(1,3)}"),
+        ("[-2,7]", r"\boxed{[-2,7]}", r"\boxed{(-2,7)}"),
+        ("1,3", r"\boxed{1,3}", "3"),
+        ("1,3", "1.3", "1"),  # the comma of decimals
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"$\begin{pmatrix} 1 \\ 2 \end{pmatrix}$", "2"),
+        (r"\$32,348", "32348", "32"),
+        (r"so it is \(2\pi\)", r"\boxed{2\pi}", "2"),
+        ("10%", "0.1", "1"),
+        (r"12.5\%", r"\boxed{12.5\%}", "12"),
+        ("1/2", r"\boxed{50\%}", "50"),
+        ("3 1/2", r"\boxed{3 1/2}", "2"),  # a product of LaTeX; as text it is no number
+        ("1 000", "1000", "1"),
+        ("12:30", "12:30", r"\boxed{12:40}"),
+        ("12 apples", "12", "1"),
+    ],
+)
+def test_math_verify_reads_answers_in_latex_and_in_plain_text(answer: str, right: str, wrong: str) -> None:
+    reward = build("math_verify")
+    assert (reward.score(attempt(right, answer)), reward.score(attempt(wrong, answer))) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "value"),
+    [
+        ("#### Final Answer\n\n$\\boxed{42}$", "42", 1.0),
+        ("#### Step 42: wrong\nso it is \\boxed{7}", "42", 0.0),
+        ("#### Step 1: add 2 numbers\nso it is 7", "7", 1.0),
+        ("We get $\\boxed{42}$.\n#### Check\n6*7 is right.", "42", 1.0),
+        ("#### 5\nNo: \\boxed{2}", "2", 1.0),
+        ("<think>\n#### 5\n</think>\nThe answer is 2.", "2", 1.0),
+        ("It is #### 5 dollars, so \\boxed{2}", "2", 1.0),
+        ("Answer: 9 * 2 = 18.\n#### 12 dollars.", "12", 1.0),
+        ("So 12.\n#### 2 ways to check\nIt is 13", "13", 1.0),
+        ("#### 2\\sqrt{3}", "2\\sqrt{3}", 1.0),
+        ("#### 2\\sqrt{3}", "2", 0.0),
+        ("#### $\\frac{1}{2}$ m\nThere are 7", "0.5", 1.0),
+        ("#### 42\\text{ apples}\nThere are 7", "42", 1.0),
+        ("#### " + r"\text{" * 10_000, "5", 0.0),
+    ],
+)
+def test_math_verify_heeds_a_mark_before_an_answer_and_no_heading(response: str, answer: str, value: float) -> None:
+    assert build("math_verify").score(attempt(response, answer)) == value
+
+
+def test_the_parser_of_latex_still_lacks_what_percentages_need() -> None:
+    """If this fails, the workaround at the head of rewards/math_verify.py is over."""
+    assert vars(PSParser.AtomContext)["FUNC_GAMMA"] is no_gamma
 
 
 def test_math_verify_fails_on_an_answer_that_is_no_mathematics() -> None:

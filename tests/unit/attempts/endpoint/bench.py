@@ -119,6 +119,7 @@ class Played:
         found = []
         for each in self.sequences:
             assert (each.first_turn, len(each.records)) == (len(found), each.num_turns)
+            assert each.first_sampled == sum(len(tokens) for _, tokens in found)
             for start, end in each.turns:
                 found.append((each.token_ids[:start].tolist(), each.token_ids[start:end].tolist()))
                 expected = [-0.25 * (1 + token % 4) for token in each.token_ids[start:end].tolist()]

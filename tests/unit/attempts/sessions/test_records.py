@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.attempts.rendering.config import History, RenderingConfig
 from rlframe.environments.config import EnvironmentConfig, Verdict
+from rlframe.rewards.runner import attempt_of
 from rlframe.types.rollout import Rollout
 from rlframe.types.turn import state_of_messages, state_of_name
 from tests.unit.attempts.sessions.test_dialogue import CALCULATOR, FORGETFUL, HERE, attempted, thinks, words
@@ -81,6 +82,8 @@ def test_values_of_turns_lie_where_their_turns_end_in_whichever_sequence(words: 
         (1, 2, 3),
         (2, 3, 3),
     ]
+    sampled = sum(each.num_sampled_tokens for each in sequences)
+    assert attempt_of(sequences[-1]).num_response_tokens == sampled > sequences[-1].num_sampled_tokens
     for place, each in enumerate(sequences):
         at_tokens = each.rewards_at_tokens
         ((_, end),) = each.turns

@@ -131,7 +131,7 @@ class OnlineAlgorithm(Algorithm):
     bypass: bool = False
     """Whether the engine's logprobs serve as `old_logprobs`, which batches then do not carry."""
     mask_truncated: bool = False
-    """Whether rollouts that reached the token limit are excluded from the loss."""
+    """Whether attempts that reached a limit of tokens or turns are excluded from the loss."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Rule by which groups without a signal are replaced. None keeps them."""
 

@@ -103,8 +103,8 @@ class PolicyGradientConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Correction of the difference between the engine that sampled and the trainer."""
     mask_truncated: bool = False
-    """Whether rollouts that reached the token limit are excluded from the loss and from its denominators, except the
-    number of sequences. Their rewards still count in their group's baseline (DAPO's overlong filter)."""
+    """Whether attempts that reached a limit of tokens or turns are excluded from the loss and from its denominators,
+    except the number of sequences. Their rewards still count in their group's baseline (DAPO's overlong filter)."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Dynamic sampling (DAPO): replaces groups whose rewards are all equal, until the batch is full. null keeps
     them."""

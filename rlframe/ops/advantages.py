@@ -113,7 +113,7 @@ def rewards_by_token(batch: Batch) -> Float[Tensor, " T"]:
 
 
 def later_rewards(batch: Batch) -> Float[Tensor, " R"]:
-    """Returns [R] the sum of the rewards at all tokens, in the loss or not, of the sequences that follow each one in its
+    """Returns [R] the sum of the rewards at all tokens, in the loss or not, of each sequence's later ones in its
     attempt.
 
     They are not discounted, as the attempt's own reward is not, which every sequence of the attempt gets at its end: an

@@ -146,7 +146,11 @@ MUTATIONS: list[Mutation] = [
             "last_token_rewards(batch.rewards + later_rewards(batch), batch)",
             "last_token_rewards(batch.rewards, batch)",
         ),
-        ("a sequence's own rewards count twice", "later.append(earned[attempt])", "later.append(earned[attempt] + reward)"),
+        (
+            "a sequence's own rewards count twice",
+            "later.append(earned[attempt])",
+            "later.append(earned[attempt] + reward)",
+        ),
     ),
     *faults(
         "rlframe/algorithms/critic.py",

@@ -340,6 +340,8 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             train_batch.advantages = train_batch.advantages / weight_mean(self.config.correction, log_ratio, batch)
         return train_batch
 
+        if not bool(scored.any()):
+            return torch.zeros(batch.num_tokens)
     def with_entropies(self, batch: Sequences, entropies: Float[Tensor, " T"]) -> Sequences:
         """Returns the batch with a mark on the tokens of the `top_entropy_fraction`."""
         assert isinstance(batch, TrainBatch)

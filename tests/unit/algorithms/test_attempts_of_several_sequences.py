@@ -1,9 +1,13 @@
 """An attempt of several sequences counts once in its group, and each of its tokens gets the attempt's advantage."""
 
+import math
+
 import pytest
 import torch
 
+from rlframe.algorithms.credit import Credit, CreditConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
+from rlframe.algorithms.policy_gradient import PolicyGradient
 from rlframe.algorithms.ppo import Ppo, PpoConfig
 from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlframe.algorithms.rloo import Rloo, RlooConfig
@@ -88,6 +92,21 @@ def test_a_reward_of_the_environment_at_the_end_is_worth_that_of_a_reward_functi
     for config in (ReinforcePlusPlusConfig(discount=0.9), ReinforcePlusPlusConfig(group_baseline=True)):
         algorithm = ReinforcePlusPlus(config)
         assert torch.equal(algorithm.advantages(scored), algorithm.advantages(credited))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *(Grpo(GrpoConfig(normalize_by=by)) for by in NormalizeBy),
+        Grpo(GrpoConfig(credit=CreditConfig(by=Credit.TURN))),
+        Rloo(RlooConfig()),
+        ReinforcePlusPlus(ReinforcePlusPlusConfig(group_baseline=True)),
+    ],
+    ids=lambda algorithm: algorithm.config.name,
+)
+def test_a_step_that_nothing_scored_has_no_signal(algorithm: PolicyGradient) -> None:
+    packed = batch(*(sequence(index, number, math.nan) for index, number in ((0, 0), (0, 1), (1, 0))))
+    assert algorithm.train_batch(packed).advantages.tolist() == [0.0] * packed.num_tokens
 
 
 def test_a_group_out_of_order_or_cut_is_understood() -> None:

@@ -372,7 +372,6 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         assert isinstance(self.config, GroupNormalized)
         if self.config.normalize_by is NormalizeBy.PART_STD:
             parts, weights = rewards_by_part(batch)
-            assert parts.numel()
             return on_tokens(over_attempts(part_advantages, parts, weights, batch=batch), batch)
         compute = partial(group_advantages, by=self.config.normalize_by)
         return on_tokens(over_attempts(compute, self.net_rewards(batch), batch=batch), batch)

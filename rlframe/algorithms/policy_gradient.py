@@ -36,7 +36,7 @@ from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import FOR_LOSSES, OF_K3, KlEstimator, kl_per_token, next_coefficient
 from rlframe.ops.surrogate import clipped_surrogate, masked_mean
 from rlframe.types.batch import Batch, Sequences, TrainBatch
-from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
+from rlframe.types.results import LossOutput, MeanIfAny, Metric, PolicyOutput, Sum
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 from rlframe.utils.faults import Fault
@@ -415,7 +415,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             )
             if not config.kl_in_reward:
                 token_loss = token_loss + self.kl_coefficient * kl
-            metrics["train/kl_nats"] = masked_mean(kl, mask)
+            metrics["train/kl_nats"] = masked_mean(kl, mask, MeanIfAny)
         if batch.teacher_logprobs is not None:
             # Its mean over samples is the reverse KL.
             metrics["train/teacher_kl_nats"] = masked_mean(policy.logprobs - batch.teacher_logprobs, mask)
@@ -436,9 +436,10 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return torch.where(batch.loss_mask, self.kl_coefficient * kl, 0.0)
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Moves the KL coefficient, if it is adaptive. Returns the one that the step was trained with."""
+        """Moves the KL coefficient, if it is adaptive and the step had a token in the loss. Returns the one that the
+        step was trained with."""
         used, adaptive = self.kl_coefficient, self.config.adaptive_kl
-        if adaptive:
+        if adaptive and "train/kl_nats" in metrics:
             self.kl_coefficient = next_coefficient(
                 used, metrics["train/kl_nats"], target=adaptive.target_nats, gain=adaptive.gain
             )

@@ -14,7 +14,7 @@ from rlframe.algorithms.policy_gradient import PolicyGradient
 from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlframe.ops.aggregation import Aggregation
 from rlframe.types.batch import Batch, Sequences
-from rlframe.types.results import Divergence, DivergenceOutput, Mean, Output, PolicyOutput, Rest
+from rlframe.types.results import Divergence, DivergenceOutput, Mean, MeanIfAny, Output, PolicyOutput, Rest, merge
 from rlframe.types.rollout import OFFLINE_VERSION
 
 OLD = torch.tensor([0.0, -1.0, 0.0, -2.0, -3.0])
@@ -54,8 +54,8 @@ def test_gkd_is_the_mean_divergence_of_the_tokens_in_the_loss() -> None:
     assert divergence.grad is not None
     torch.testing.assert_close(divergence.grad, torch.tensor([0.0, 1 / 3, 0.0, 1 / 3, 1 / 3]))
     # No response is the data's.
-    assert result.metrics["train/nll_nats"] == Mean(0.0, 0.0)
-    assert result.metrics["rollout/logprob_gap_mean_nats"] == Mean(0.0, 3.0)
+    assert result.metrics["train/nll_nats"] == MeanIfAny(0.0, 0.0)
+    assert result.metrics["rollout/logprob_gap_mean_nats"] == MeanIfAny(0.0, 3.0)
 
 
 def test_the_likelihood_counts_on_the_datas_responses_only() -> None:
@@ -69,8 +69,8 @@ def test_the_likelihood_counts_on_the_datas_responses_only() -> None:
     result.loss.backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 0.0, 0.0, -1 / 6, -1 / 6]))
-    assert result.metrics["train/nll_nats"] == Mean(5.0, 2.0)
-    assert result.metrics["rollout/logprob_gap_mean_nats"] == Mean(0.0, 1.0)
+    assert result.metrics["train/nll_nats"] == MeanIfAny(5.0, 2.0)
+    assert result.metrics["rollout/logprob_gap_mean_nats"] == MeanIfAny(0.0, 1.0)
 
 
 def test_a_tokens_divergence_may_be_capped() -> None:
@@ -121,6 +121,17 @@ def test_who_makes_a_steps_responses_depends_on_seed_and_step_alone() -> None:
 
 
 @pytest.mark.parametrize(
+def test_gkd_has_no_metrics_of_tokens_that_a_step_does_not_have() -> None:
+    def found(version: int) -> set[str]:
+        algorithm, data = Gkd(GkdConfig()), batch(versions=torch.full((5,), version))
+        return merge([algorithm.loss(output(torch.ones(5)), data, algorithm.token_weights(data)).metrics]).keys()
+
+    always = {"train/loss", "train/divergence_nats", "train/entropy_nats"}
+    assert found(OFFLINE_VERSION) == {*always, "train/nll_nats"}
+    gaps = {key for key in found(3) if "logprob_gap" in key or "engine_kl" in key}
+    assert len(gaps) == 5 and found(3) == always | gaps
+
+
     ("settings", "message"),
     [
         ({"beta": 1.1}, "beta must be at most 1, got 1.1"),

@@ -317,6 +317,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             return f"algorithm.name={self.config.name} does not bound their ratio to the old policy"
         if self.bypass or not facts.one_update:
             return None
+        train_batch = self.marked(train_batch)
         if correction.weight is not RatioOf.NONE:
             key = f"algorithm.correction.weight={correction.weight}"
             return f"{key} without a weight_cap lets one of them weigh any amount"
@@ -340,8 +341,11 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             train_batch.advantages = train_batch.advantages / weight_mean(self.config.correction, log_ratio, batch)
         return train_batch
 
-        if not bool(scored.any()):
-            return torch.zeros(batch.num_tokens)
+    def marked(self, batch: TrainBatch) -> TrainBatch:
+        """Returns the batch with a mark on the tokens that the algorithm treats differently. Its advantages are not yet
+        divided by a mean weight."""
+        return batch
+
     def with_entropies(self, batch: Sequences, entropies: Float[Tensor, " T"]) -> Sequences:
         """Returns the batch with a mark on the tokens of the `top_entropy_fraction`."""
         assert isinstance(batch, TrainBatch)

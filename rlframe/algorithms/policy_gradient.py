@@ -266,7 +266,8 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return replace(super().requirements, teacher_coefficient=self.config.distillation_coefficient)
 
     def cross_faults(self, facts: RunFacts) -> Iterator[Fault]:
-        """Yields the faults of corrections that need a policy before the update, and of a reward part that is none."""
+        """Yields the faults of corrections that need a policy before the update, of bounds of a ratio that is always 1,
+        and of a reward part that is none."""
         if facts.one_update and self.config.correction.normalize_weights:
             yield Fault(
                 "algorithm.correction.normalize_weights",
@@ -274,6 +275,16 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
                 got="true",
                 why="the mean weight needs the policy before the update, which is not computed separately",
                 hint="use more minibatches or epochs",
+        bounded = isinstance(self.config, ClippedConfig) and not self.config.correction.bypass
+        for name in ("dual_clip", "ratio_cap") if facts.one_update and bounded else ():
+            if (bound := getattr(self.config, name)) is not None:
+                yield Fault(
+                    f"algorithm.{name}",
+                    f"has no effect with {facts.one_update}",
+                    got=bound,
+                    why="the ratio to the old policy is 1",
+                    hint="remove it",
+                )
             )
         dynamic = self.config.dynamic_sampling
         if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in facts.reward_names:
@@ -460,19 +471,6 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
 
 class ClippedPolicyGradient(PolicyGradient[Clipping]):
     """A policy gradient with PPO's clipped surrogate of the token's ratio."""
-
-    def cross_faults(self, facts: RunFacts) -> Iterator[Fault]:
-        """Yields those of every policy gradient, and bounds of a ratio that is always 1."""
-        yield from super().cross_faults(facts)
-        for name in ("dual_clip", "ratio_cap") if facts.one_update and not self.config.correction.bypass else ():
-            if (bound := getattr(self.config, name)) is not None:
-                yield Fault(
-                    f"algorithm.{name}",
-                    f"has no effect with {facts.one_update}",
-                    got=bound,
-                    why="the ratio to the old policy is 1",
-                    hint="remove it",
-                )
 
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.on_policy_distillation import OnPolicyDistillation, OnPolicyDistillationConfig
@@ -120,7 +121,6 @@ def test_who_makes_a_steps_responses_depends_on_seed_and_step_alone() -> None:
     assert all(Gkd(GkdConfig(on_policy_fraction=1.0)).samples(0, step) for step in range(1, 100))
 
 
-@pytest.mark.parametrize(
 def test_gkd_has_no_metrics_of_tokens_that_a_step_does_not_have() -> None:
     def found(version: int) -> set[str]:
         algorithm, data = Gkd(GkdConfig()), batch(versions=torch.full((5,), version))
@@ -132,6 +132,7 @@ def test_gkd_has_no_metrics_of_tokens_that_a_step_does_not_have() -> None:
     assert len(gaps) == 5 and found(3) == always | gaps
 
 
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"beta": 1.1}, "beta must be at most 1, got 1.1"),
@@ -179,6 +180,11 @@ def test_on_policy_distillation_is_the_teachers_logprob_over_the_students() -> N
     torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, -0.5, 0.0, 0.25, 2.0]) / 3)
     # The reverse KL of the three: (-0.5 + 0.25 + 2) / 3.
     assert result.metrics["train/teacher_kl_nats"] == Mean(1.75, 3.0)
+
+
+def test_without_rewards_no_group_is_sampled_again_for_theirs() -> None:
+    with pytest.raises(ValueError, match="dynamic_sampling has no effect with reward_coefficient=0"):
+        OnPolicyDistillationConfig(group_size=2, dynamic_sampling=DynamicSamplingConfig())
 
 
 def test_rewards_may_speak_too() -> None:

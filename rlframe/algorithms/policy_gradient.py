@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.algorithms.correction import CorrectionConfig, correct, weight_mean
+from rlframe.algorithms.correction import CorrectionConfig, cautions, correct, weight_mean
 from rlframe.algorithms.credit import Credit, CreditConfig, turn_advantages
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.reference import ReferenceUpdateConfig
@@ -32,7 +32,6 @@ from rlframe.ops.advantages import (
 )
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.choice import above_quantile
-from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import FOR_LOSSES, OF_K3, KlEstimator, kl_per_token, next_coefficient
 from rlframe.ops.surrogate import clipped_surrogate, masked_mean
 from rlframe.types.batch import Batch, Sequences, TrainBatch
@@ -275,6 +274,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
                 got="true",
                 why="the mean weight needs the policy before the update, which is not computed separately",
                 hint="use more minibatches or epochs",
+            )
         bounded = isinstance(self.config, ClippedConfig) and not self.config.correction.bypass
         for name in ("dual_clip", "ratio_cap") if facts.one_update and bounded else ():
             if (bound := getattr(self.config, name)) is not None:
@@ -285,7 +285,6 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
                     why="the ratio to the old policy is 1",
                     hint="remove it",
                 )
-            )
         dynamic = self.config.dynamic_sampling
         if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in facts.reward_names:
             yield Fault(
@@ -296,43 +295,15 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             )
 
     def cautions(self, facts: RunFacts) -> Iterator[str]:
-        """Yields that nothing bounds what a token of an older policy does to the present one, or one of an engine with
-        other probabilities."""
-        if facts.max_policy_lag and (unbounded := self.unbounded(facts)):
+        """Yields those of its correction, and that the gradient of the KL's estimator is only noise in the loss."""
+        config = self.config
+        yield from cautions(config.correction, facts, name=config.name, bounds_ratio=self.bounds_ratio)
+        if config.kl_coefficient and not config.kl_in_reward and config.kl_estimator is KlEstimator.K1:
             yield (
-                f"loop.max_policy_lag={facts.max_policy_lag} trains on tokens of older policies, and {unbounded}, so "
-                "that training may become unstable; set algorithm.correction.bypass=true (a clip against the engine's "
-                "logprobs), or algorithm.correction.weight=token with algorithm.correction.weight_cap=2, or "
-                "algorithm.correction.masks"
+                "the expected gradient of algorithm.kl_estimator=k1 in the loss is 0 for tokens of the present policy, "
+                "so that the term only adds noise and bounds no KL; set algorithm.kl_estimator=k2 or k3_plus, or "
+                "algorithm.kl_in_reward=true"
             )
-        correction = self.config.correction
-        weighs = correction.weight is not RatioOf.NONE or correction.masks or correction.stray_limit_nats is not None
-        if facts.engine_rounds and not (weighs or correction.bypass):
-            yield (
-                f"with {facts.engine_rounds} engines sample by probabilities further from the trainer's than rounding "
-                "in bfloat16 makes them (rollout/logprob_gap_mean_nats), and nothing corrects for that; set "
-                "algorithm.correction.weight=token with algorithm.correction.weight_cap=2, or "
-                "algorithm.correction.masks"
-            )
-
-    def unbounded(self, facts: RunFacts) -> str | None:
-        """Returns why the loss has no trust region for tokens of older policies; None if it has one.
-
-        A mask, a weight with a cap, or a bounded surrogate whose old policy is not always the present one, is taken for
-        a trust region.
-        """
-        correction = self.config.correction
-        if correction.masks or correction.stray_limit_nats is not None or correction.weight_cap is not None:
-            return None
-        if not self.bounds_ratio and (self.bypass or not facts.one_update):
-            return f"algorithm.name={self.config.name} does not bound their ratio to the old policy"
-        if self.bypass or not facts.one_update:
-            return None
-        train_batch = self.marked(train_batch)
-        if correction.weight is not RatioOf.NONE:
-            key = f"algorithm.correction.weight={correction.weight}"
-            return f"{key} without a weight_cap lets one of them weigh any amount"
-        return f"with {facts.one_update} their ratio to the old policy is 1, so that nothing corrects for their age"
 
     def train_batch(self, batch: Batch) -> TrainBatch:
         """Returns the batch with its advantages: those of scored rollouts relative to each other, 0 for the others. The
@@ -346,6 +317,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         if batch.teacher_logprobs is not None:
             gap = torch.where(batch.loss_mask, sampled_logprobs(batch) - batch.teacher_logprobs, 0.0)
             train_batch.advantages = train_batch.advantages - self.config.distillation_coefficient * gap
+        train_batch = self.marked(train_batch)
         if self.config.correction.normalize_weights:
             assert batch.old_logprobs is not None, "refused by config.check"
             log_ratio = batch.old_logprobs - batch.rollout_logprobs
@@ -368,6 +340,8 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         scored = ~batch.rewards.isnan()
         if bool(scored.all()):
             return self.advantages(batch)
+        if not bool(scored.any()):
+            return torch.zeros(batch.num_tokens)
         on_scored = torch.repeat_interleave(scored, batch.lengths)
         part = batch.select(scored.nonzero()[:, 0].tolist())
         return torch.zeros(batch.num_tokens).masked_scatter_(on_scored, self.advantages(part))

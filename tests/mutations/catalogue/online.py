@@ -12,7 +12,11 @@ MUTATIONS: list[Mutation] = [
         "rlframe/algorithms/correction.py",
         "tests/unit/run/check/test_check_lag.py",
         ("runs without a lag are warned", "if facts.max_policy_lag and (reason", "if (reason"),
-        ("a weight needs no cap", "or config.weight_cap is not None:\n        return", "or config.weight is not RatioOf.NONE:\n        return"),
+        (
+            "a weight needs no cap",
+            "or config.weight_cap is not None:\n        return",
+            "or config.weight is not RatioOf.NONE:\n        return",
+        ),
         ("every surrogate is bounded", "if not bounds_ratio and", "if False and"),
         ("bypass bounds nothing", "if config.bypass or not facts.one_update:", "if not facts.one_update:"),
     ),

@@ -91,6 +91,7 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
 
     output = Output.DIVERGENCE
     needs_rewards = False
+    needs_old_logprobs = False
 
     def __init__(self, config: GkdConfig):
         self.config = config

@@ -249,6 +249,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         self.needs_teacher_logprobs = config.distillation_coefficient > 0
         self.needs_entropies = config.top_entropy_fraction < 1
         self.bypass = config.correction.bypass
+        self.needs_old_logprobs = not self.bypass
         self.mask_truncated = config.mask_truncated
         self.dynamic_sampling = config.dynamic_sampling
         self.reference_update = config.reference_update

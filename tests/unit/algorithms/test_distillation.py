@@ -47,6 +47,7 @@ def test_gkd_is_the_mean_divergence_of_the_tokens_in_the_loss() -> None:
     # 1/2 log 4/3 + 1/4 log 2/3 = 0.0424746 nats (unit/megatron/vocab/test_divergence.py). Tokens 3 and 4: 0.1 and 0.4.
     first = math.log(4 / 3) / 2 + math.log(2 / 3) / 4
     algorithm = Gkd(GkdConfig())
+    assert not algorithm.needs_old_logprobs
     data = batch()
     divergence = torch.tensor([9.0, first, 9.0, 0.1, 0.4]).requires_grad_()
     result = algorithm.loss(output(divergence), algorithm.train_batch(data), algorithm.token_weights(data))

@@ -201,7 +201,7 @@ def of_nothing(metric: Metric) -> bool:
     """Returns whether nothing was counted that a metric in plain numbers could speak of."""
     if isinstance(metric, MeanIfAny):
         return not metric.count
-    return isinstance(metric, Peak) and metric.value == -math.inf
+    return isinstance(metric, Peak) and float(metric.value) == -math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -128,10 +128,10 @@ class OnlineAlgorithm(Algorithm):
     """Algorithm that trains the critic, on the same batches as the policy. None if there is no critic."""
     critic_warmup_steps: int = 0
     """Number of steps at the start of the run that train the critic only."""
-    bypass: bool = False
-    """Whether the engine's logprobs serve as `old_logprobs`, which batches then do not carry."""
+    needs_old_logprobs: bool = True
+    """Whether batches that serve several updates must carry `old_logprobs`."""
     mask_truncated: bool = False
-    """Whether rollouts that reached the token limit are excluded from the loss."""
+    """Whether attempts that reached a limit of tokens or turns are excluded from the loss."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Rule by which groups without a signal are replaced. None keeps them."""
 

@@ -3,10 +3,6 @@
 Source: Cui et al. 2025, arXiv 2505.22617: among the tokens whose covariance of logprob and advantage lies within
 bounds, a few random ones get no gradient. `ops.choice` explains how the draw is the same for every split. verl excludes
 tokens stopped by its clip from the draw; those have no gradient anyway.
-
-Source: Cui et al. 2025, arXiv 2505.22617: of the tokens whose covariance of logprob and advantage lies within bounds, a
-few, drawn, have no gradient. See `ops.choice` for how the draw is made the same for every split. verl leaves tokens
-that its clip stops out of the draw; they have no gradient as it is.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +20,7 @@ from rlframe.algorithms.policy_gradient import (
 )
 from rlframe.ops.choice import covariances, drawn
 from rlframe.ops.surrogate import masked_mean
-from rlframe.types.batch import Batch, TrainBatch
+from rlframe.types.batch import TrainBatch
 from rlframe.types.results import Metric
 from rlframe.utils.bounds import Range
 from rlframe.utils.errors import SettingError
@@ -56,14 +52,13 @@ class ClipCovConfig(GroupNormalized, ClippedConfig):
 class ClipCov(ClippedPolicyGradient[ClipCovConfig]):
     """Clipped policy gradient without the drawn tokens."""
 
-    def train_batch(self, batch: Batch) -> TrainBatch:
-        """Returns the batch with its advantages and a mark on the tokens that lose their gradient."""
-        made, config = super().train_batch(batch), self.config
-        logprobs = sampled_logprobs(batch)
-        shares = covariances(logprobs, made.advantages, batch.loss_mask)
+    def marked(self, batch: TrainBatch) -> TrainBatch:
+        """Returns the batch with a mark on the tokens that lose their gradient."""
+        config, logprobs = self.config, sampled_logprobs(batch)
+        shares = covariances(logprobs, batch.advantages, batch.loss_mask)
         count = max(1, int(config.chosen_fraction * int(batch.loss_mask.sum())))
         candidates = (shares > config.covariance_low) & (shares < config.covariance_high)
-        return replace(made, chosen=drawn(candidates, count, token_ids=batch.token_ids, values=logprobs))
+        return replace(batch, chosen=drawn(candidates, count, token_ids=batch.token_ids, values=logprobs))
 
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch

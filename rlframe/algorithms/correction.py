@@ -10,6 +10,7 @@ verl also removes rejected tokens from the denominators, TRL does not. verl's de
 1.16's is `weight: seq_prod` with a mask `{of: seq_prod, high: 3}`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -17,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlframe.algorithms.requirements import RunFacts
 from rlframe.ops.correction import (
     RATIOS,
     MaskOf,
@@ -107,6 +109,49 @@ class CorrectionConfig:
                 got=self.weight,
                 hint="a weight without that clip is algorithm.name=cispo with bypass",
             )
+
+
+def cautions(config: CorrectionConfig, facts: RunFacts, *, name: str, bounds_ratio: bool) -> Iterator[str]:
+    """Yields that nothing bounds what a token of an older policy does to the present one, or one of an engine with
+    other probabilities.
+
+    Args:
+        name: the algorithm's.
+        bounds_ratio: whether its surrogate bounds what a token far from the old policy does.
+    """
+    if facts.max_policy_lag and (reason := unbounded(config, facts, name=name, bounds_ratio=bounds_ratio)):
+        yield (
+            f"loop.max_policy_lag={facts.max_policy_lag} trains on tokens of older policies, and {reason}, so "
+            "that training may become unstable; set algorithm.correction.bypass=true (a clip against the engine's "
+            "logprobs), or algorithm.correction.weight=token with algorithm.correction.weight_cap=2, or "
+            "algorithm.correction.masks"
+        )
+    weighs = config.weight is not RatioOf.NONE or config.masks or config.stray_limit_nats is not None
+    if facts.engine_rounds and not (weighs or config.bypass):
+        yield (
+            f"with {facts.engine_rounds} engines sample by probabilities further from the trainer's than rounding "
+            "in bfloat16 makes them (rollout/logprob_gap_mean_nats), and nothing corrects for that; set "
+            "algorithm.correction.weight=token with algorithm.correction.weight_cap=2, or "
+            "algorithm.correction.masks"
+        )
+
+
+def unbounded(config: CorrectionConfig, facts: RunFacts, *, name: str, bounds_ratio: bool) -> str | None:
+    """Returns why the loss has no trust region for tokens of older policies; None if it has one.
+
+    A mask, a weight with a cap, or a bounded surrogate whose old policy is not always the present one, is taken for a
+    trust region.
+    """
+    if config.masks or config.stray_limit_nats is not None or config.weight_cap is not None:
+        return None
+    if not bounds_ratio and (config.bypass or not facts.one_update):
+        return f"algorithm.name={name} does not bound their ratio to the old policy"
+    if config.bypass or not facts.one_update:
+        return None
+    if config.weight is not RatioOf.NONE:
+        key = f"algorithm.correction.weight={config.weight}"
+        return f"{key} without a weight_cap lets one of them weigh any amount"
+    return f"with {facts.one_update} their ratio to the old policy is 1, so that nothing corrects for their age"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.correction import engine_gap
 from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Batch, Sequences
-from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, Metric, Output, Rest, Sum
+from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, MeanIfAny, Metric, Output, Rest, Sum
 from rlframe.types.rollout import OFFLINE_VERSION
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
@@ -91,6 +91,7 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
 
     output = Output.DIVERGENCE
     needs_rewards = False
+    needs_old_logprobs = False
 
     def __init__(self, config: GkdConfig):
         self.config = config
@@ -136,7 +137,7 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
         metrics: dict[str, Metric] = {
             "train/divergence_nats": masked_mean(policy.divergence, mask),
             "train/entropy_nats": masked_mean(policy.entropy, mask),
-            "train/nll_nats": masked_mean(-policy.logprobs, mask & given),
+            "train/nll_nats": masked_mean(-policy.logprobs, mask & given, MeanIfAny),
         }
         if self.config.nll_coefficient:
             token_loss = token_loss - self.config.nll_coefficient * policy.logprobs * given

@@ -22,7 +22,7 @@ from rlframe.algorithms.requirements import RunFacts
 from rlframe.ops.choice import covariances, greatest
 from rlframe.ops.kl import MAX_LOG_RATIO
 from rlframe.ops.surrogate import masked_mean
-from rlframe.types.batch import Batch, TrainBatch
+from rlframe.types.batch import TrainBatch
 from rlframe.types.results import Metric
 from rlframe.utils.bounds import Range
 from rlframe.utils.errors import SettingError
@@ -70,12 +70,11 @@ class KlCov(PolicyGradient[KlCovConfig]):
                 stated=True,
             )
 
-    def train_batch(self, batch: Batch) -> TrainBatch:
-        """Returns the batch with its advantages and a mark on the penalised tokens."""
-        made = super().train_batch(batch)
-        shares = covariances(sampled_logprobs(batch), made.advantages, batch.loss_mask)
+    def marked(self, batch: TrainBatch) -> TrainBatch:
+        """Returns the batch with a mark on the penalised tokens."""
+        shares = covariances(sampled_logprobs(batch), batch.advantages, batch.loss_mask)
         count = max(1, int(self.config.chosen_fraction * int(batch.loss_mask.sum())))
-        return replace(made, chosen=greatest(shares, count))
+        return replace(batch, chosen=greatest(shares, count))
 
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch

@@ -4,11 +4,6 @@ Source: Agarwal et al. 2024, arXiv 2306.13649, section 3.1 (reverse KL on the st
 gradient, Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation. The advantage of a token is -(log pi_S - log
 pi_T) at the sampled token, detached. Its expected gradient is that of KL(pi_S || pi_T) one token ahead. Every other
 policy gradient can add the same term to its own advantages: `distillation_coefficient`.
-
-Source: Agarwal et al. 2024, arXiv 2306.13649, section 3.1 (reverse KL on the student's own samples); as a policy
-gradient, Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation. The advantage of a token is -(log pi_S - log
-pi_T) at the sampled token, detached, whose expected gradient is that of KL(pi_S || pi_T) one token ahead. Every other
-policy gradient takes the same term beside its own advantages: `distillation_coefficient`.
 """
 
 from dataclasses import dataclass
@@ -49,7 +44,8 @@ class OnPolicyDistillationConfig(GroupNormalized, ClippedConfig):
         if self.reward_coefficient:
             check_groups(self, where=f" with reward_coefficient={self.reward_coefficient:g}")
         else:
-            refuse_changed(self, "kl_in_reward", "normalize_by", "credit", why="with reward_coefficient=0")
+            rewards = ("kl_in_reward", "normalize_by", "credit", "dynamic_sampling")
+            refuse_changed(self, *rewards, why="with reward_coefficient=0")
 
 
 class OnPolicyDistillation(ClippedPolicyGradient[OnPolicyDistillationConfig]):

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.algorithms.correction import CorrectionConfig, correct, weight_mean
+from rlframe.algorithms.correction import CorrectionConfig, cautions, correct, weight_mean
 from rlframe.algorithms.credit import Credit, CreditConfig, turn_advantages
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.reference import ReferenceUpdateConfig
@@ -32,11 +32,10 @@ from rlframe.ops.advantages import (
 )
 from rlframe.ops.aggregation import Aggregation, token_weights
 from rlframe.ops.choice import above_quantile
-from rlframe.ops.correction import RatioOf
 from rlframe.ops.kl import FOR_LOSSES, OF_K3, KlEstimator, kl_per_token, next_coefficient
 from rlframe.ops.surrogate import clipped_surrogate, masked_mean
 from rlframe.types.batch import Batch, Sequences, TrainBatch
-from rlframe.types.results import LossOutput, Metric, PolicyOutput, Sum
+from rlframe.types.results import LossOutput, MeanIfAny, Metric, PolicyOutput, Sum
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 from rlframe.utils.faults import Fault
@@ -103,8 +102,8 @@ class PolicyGradientConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Correction of the difference between the engine that sampled and the trainer."""
     mask_truncated: bool = False
-    """Whether rollouts that reached the token limit are excluded from the loss and from its denominators, except the
-    number of sequences. Their rewards still count in their group's baseline (DAPO's overlong filter)."""
+    """Whether attempts that reached a limit of tokens or turns are excluded from the loss and from its denominators,
+    except the number of sequences. Their rewards still count in their group's baseline (DAPO's overlong filter)."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Dynamic sampling (DAPO): replaces groups whose rewards are all equal, until the batch is full. null keeps
     them."""
@@ -250,6 +249,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         self.needs_teacher_logprobs = config.distillation_coefficient > 0
         self.needs_entropies = config.top_entropy_fraction < 1
         self.bypass = config.correction.bypass
+        self.needs_old_logprobs = not self.bypass
         self.mask_truncated = config.mask_truncated
         self.dynamic_sampling = config.dynamic_sampling
         self.reference_update = config.reference_update
@@ -266,7 +266,8 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return replace(super().requirements, teacher_coefficient=self.config.distillation_coefficient)
 
     def cross_faults(self, facts: RunFacts) -> Iterator[Fault]:
-        """Yields the faults of corrections that need a policy before the update, and of a reward part that is none."""
+        """Yields the faults of corrections that need a policy before the update, of bounds of a ratio that is always 1,
+        and of a reward part that is none."""
         if facts.one_update and self.config.correction.normalize_weights:
             yield Fault(
                 "algorithm.correction.normalize_weights",
@@ -275,6 +276,16 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
                 why="the mean weight needs the policy before the update, which is not computed separately",
                 hint="use more minibatches or epochs",
             )
+        bounded = isinstance(self.config, ClippedConfig) and not self.config.correction.bypass
+        for name in ("dual_clip", "ratio_cap") if facts.one_update and bounded else ():
+            if (bound := getattr(self.config, name)) is not None:
+                yield Fault(
+                    f"algorithm.{name}",
+                    f"has no effect with {facts.one_update}",
+                    got=bound,
+                    why="the ratio to the old policy is 1",
+                    hint="remove it",
+                )
         dynamic = self.config.dynamic_sampling
         if dynamic and dynamic.reward_part is not None and dynamic.reward_part not in facts.reward_names:
             yield Fault(
@@ -285,42 +296,15 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             )
 
     def cautions(self, facts: RunFacts) -> Iterator[str]:
-        """Yields that nothing bounds what a token of an older policy does to the present one, or one of an engine with
-        other probabilities."""
-        if facts.max_policy_lag and (unbounded := self.unbounded(facts)):
+        """Yields those of its correction, and that the gradient of the KL's estimator is only noise in the loss."""
+        config = self.config
+        yield from cautions(config.correction, facts, name=config.name, bounds_ratio=self.bounds_ratio)
+        if config.kl_coefficient and not config.kl_in_reward and config.kl_estimator is KlEstimator.K1:
             yield (
-                f"loop.max_policy_lag={facts.max_policy_lag} trains on tokens of older policies, and {unbounded}, so "
-                "that training may become unstable; set algorithm.correction.bypass=true (a clip against the engine's "
-                "logprobs), or algorithm.correction.weight=token with algorithm.correction.weight_cap=2, or "
-                "algorithm.correction.masks"
+                "the expected gradient of algorithm.kl_estimator=k1 in the loss is 0 for tokens of the present policy, "
+                "so that the term only adds noise and bounds no KL; set algorithm.kl_estimator=k2 or k3_plus, or "
+                "algorithm.kl_in_reward=true"
             )
-        correction = self.config.correction
-        weighs = correction.weight is not RatioOf.NONE or correction.masks or correction.stray_limit_nats is not None
-        if facts.engine_rounds and not (weighs or correction.bypass):
-            yield (
-                f"with {facts.engine_rounds} engines sample by probabilities further from the trainer's than rounding "
-                "in bfloat16 makes them (rollout/logprob_gap_mean_nats), and nothing corrects for that; set "
-                "algorithm.correction.weight=token with algorithm.correction.weight_cap=2, or "
-                "algorithm.correction.masks"
-            )
-
-    def unbounded(self, facts: RunFacts) -> str | None:
-        """Returns why the loss has no trust region for tokens of older policies; None if it has one.
-
-        A mask, a weight with a cap, or a bounded surrogate whose old policy is not always the present one, is taken for
-        a trust region.
-        """
-        correction = self.config.correction
-        if correction.masks or correction.stray_limit_nats is not None or correction.weight_cap is not None:
-            return None
-        if not self.bounds_ratio and (self.bypass or not facts.one_update):
-            return f"algorithm.name={self.config.name} does not bound their ratio to the old policy"
-        if self.bypass or not facts.one_update:
-            return None
-        if correction.weight is not RatioOf.NONE:
-            key = f"algorithm.correction.weight={correction.weight}"
-            return f"{key} without a weight_cap lets one of them weigh any amount"
-        return f"with {facts.one_update} their ratio to the old policy is 1, so that nothing corrects for their age"
 
     def train_batch(self, batch: Batch) -> TrainBatch:
         """Returns the batch with its advantages: those of scored rollouts relative to each other, 0 for the others. The
@@ -334,11 +318,17 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         if batch.teacher_logprobs is not None:
             gap = torch.where(batch.loss_mask, sampled_logprobs(batch) - batch.teacher_logprobs, 0.0)
             train_batch.advantages = train_batch.advantages - self.config.distillation_coefficient * gap
+        train_batch = self.marked(train_batch)
         if self.config.correction.normalize_weights:
             assert batch.old_logprobs is not None, "refused by config.check"
             log_ratio = batch.old_logprobs - batch.rollout_logprobs
             train_batch.advantages = train_batch.advantages / weight_mean(self.config.correction, log_ratio, batch)
         return train_batch
+
+    def marked(self, batch: TrainBatch) -> TrainBatch:
+        """Returns the batch with a mark on the tokens that the algorithm treats differently. Its advantages are not yet
+        divided by a mean weight."""
+        return batch
 
     def with_entropies(self, batch: Sequences, entropies: Float[Tensor, " T"]) -> Sequences:
         """Returns the batch with a mark on the tokens of the `top_entropy_fraction`."""
@@ -351,6 +341,8 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         scored = ~batch.rewards.isnan()
         if bool(scored.all()):
             return self.advantages(batch)
+        if not bool(scored.any()):
+            return torch.zeros(batch.num_tokens)
         on_scored = torch.repeat_interleave(scored, batch.lengths)
         part = batch.select(scored.nonzero()[:, 0].tolist())
         return torch.zeros(batch.num_tokens).masked_scatter_(on_scored, self.advantages(part))
@@ -370,7 +362,6 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         assert isinstance(self.config, GroupNormalized)
         if self.config.normalize_by is NormalizeBy.PART_STD:
             parts, weights = rewards_by_part(batch)
-            assert parts.numel()
             return on_tokens(over_attempts(part_advantages, parts, weights, batch=batch), batch)
         compute = partial(group_advantages, by=self.config.normalize_by)
         return on_tokens(over_attempts(compute, self.net_rewards(batch), batch=batch), batch)
@@ -414,7 +405,7 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             )
             if not config.kl_in_reward:
                 token_loss = token_loss + self.kl_coefficient * kl
-            metrics["train/kl_nats"] = masked_mean(kl, mask)
+            metrics["train/kl_nats"] = masked_mean(kl, mask, MeanIfAny)
         if batch.teacher_logprobs is not None:
             # Its mean over samples is the reverse KL.
             metrics["train/teacher_kl_nats"] = masked_mean(policy.logprobs - batch.teacher_logprobs, mask)
@@ -435,9 +426,10 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
         return torch.where(batch.loss_mask, self.kl_coefficient * kl, 0.0)
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Moves the KL coefficient, if it is adaptive. Returns the one that the step was trained with."""
+        """Moves the KL coefficient, if it is adaptive and the step had a token in the loss. Returns the one that the
+        step was trained with."""
         used, adaptive = self.kl_coefficient, self.config.adaptive_kl
-        if adaptive:
+        if adaptive and "train/kl_nats" in metrics:
             self.kl_coefficient = next_coefficient(
                 used, metrics["train/kl_nats"], target=adaptive.target_nats, gain=adaptive.gain
             )
@@ -454,19 +446,6 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
 
 class ClippedPolicyGradient(PolicyGradient[Clipping]):
     """A policy gradient with PPO's clipped surrogate of the token's ratio."""
-
-    def cross_faults(self, facts: RunFacts) -> Iterator[Fault]:
-        """Yields those of every policy gradient, and bounds of a ratio that is always 1."""
-        yield from super().cross_faults(facts)
-        for name in ("dual_clip", "ratio_cap") if facts.one_update and not self.config.correction.bypass else ():
-            if (bound := getattr(self.config, name)) is not None:
-                yield Fault(
-                    f"algorithm.{name}",
-                    f"has no effect with {facts.one_update}",
-                    got=bound,
-                    why="the ratio to the old policy is 1",
-                    hint="remove it",
-                )
 
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch

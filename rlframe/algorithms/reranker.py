@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Annotated
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -65,6 +65,8 @@ class Reranker(OfflineAlgorithm):
 
     def __init__(self, config: RerankerConfig):
         self.config = config
+        self.right_label_above = 0.5 if config.loss is RerankerLoss.POINTWISE else 0.0
+        """Label above which metrics take a document for a right one."""
 
     def warning(self, batches: Iterable[Labelled]) -> str | None:
         """Returns a warning if queries have no part in a listwise loss, because they have one document or no relevant
@@ -113,27 +115,32 @@ class Reranker(OfflineAlgorithm):
         """Returns the sum over documents of weight * loss, by `RerankerLoss`."""
         scores = last_outputs(policy.values, batch)[:, 0]
         weight = sequence_weights(weights, batch)
-        counted = weight > 0
+        counted = self._counted(batch, weight > 0)
         loss = (weight * self._of_document(scores, batch, counted)).sum()
-        relevant = counted & (batch.label > 0)
-        ranks = first_relevant_ranks(scores.detach()[counted], relevant[counted], batch.group[counted])
+        is_right = batch.label > self.right_label_above
+        ranks = first_relevant_ranks(scores.detach()[counted], is_right[counted], batch.group[counted])
         metrics = {
             "train/loss": Sum(loss.detach()),
             "train/accuracy": Mean((ranks == 1).sum(), len(ranks)),
             "train/reciprocal_rank": Mean((1 / ranks).sum(), len(ranks)),
         }
         if self.config.loss is RerankerLoss.POINTWISE:
-            right = (scores.detach() > 0) == (batch.label > 0.5)
+            right = (scores.detach() > 0) == is_right
             metrics["train/document_accuracy"] = masked_mean(right.float(), counted)
         return LossOutput(loss=loss, metrics=metrics)
+
+    def _counted(self, batch: Labelled, inside: Tensor) -> Bool[Tensor, " R"]:
+        """Returns [R] True for the documents `inside` but those of queries that have fewer than `min_documents`."""
+        if self.config.min_documents == 1:
+            return inside
+        queries, sizes = list_sizes(batch.group, inside)
+        return inside & ~torch.isin(batch.group, queries[sizes < self.config.min_documents])
 
     def _of_document(self, scores: Tensor, batch: Labelled, counted: Tensor) -> Float[Tensor, " R"]:
         """Returns [R] each document's part. 0.0 for documents that do not count, which are in no list."""
         if self.config.loss is RerankerLoss.POINTWISE:
             return binary_cross_entropy_with_logits(scores, batch.label, reduction="none")
-        queries, sizes = list_sizes(batch.group, counted)
-        small = torch.isin(batch.group, queries[sizes < self.config.min_documents])
-        rows = (counted & ~small).nonzero()[:, 0]
+        rows = counted.nonzero()[:, 0]
         label, group = batch.label[rows], batch.group[rows]
         _, index = torch.unique(group, return_inverse=True)
         total = torch.zeros_like(label).index_add(0, index, label)[index]

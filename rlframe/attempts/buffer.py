@@ -18,6 +18,12 @@ LeftOut = Mapping[DropReason, list[Rollout]]
 """Attempts that did not become rollouts of their group, as far as they came, by reason."""
 
 
+def main_reason(lost: LeftOut) -> DropReason:
+    """Returns the gravest reason for which attempts were left out of a group that is dropped for want of them."""
+    reasons = (DropReason.FAILED, DropReason.TIMED_OUT, DropReason.MASKED)
+    return next((reason for reason in reasons if reason in lost), DropReason.UNSUCCESSFUL)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
     """A lease with its finished group."""

@@ -68,7 +68,7 @@ class RolloutLoop(Loop):
         if self.algorithm.needs_reference:
             with self.phase("reference", on=self.policy):
                 batch.reference_logprobs = self.policy.logprobs(batch, reference=True)  # [T]
-        if self.policy.updates_per_batch > 1 and not self.algorithm.bypass:
+        if self.policy.updates_per_batch > 1 and self.algorithm.needs_old_logprobs:
             with self.phase("old_logprobs", on=self.policy):
                 batch.old_logprobs = self.policy.logprobs(batch)  # [T]
         if self.teacher:

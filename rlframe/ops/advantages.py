@@ -105,9 +105,29 @@ def last_token_rewards(rewards: Float[Tensor, " R"], batch: Sequences) -> Float[
 
 
 def rewards_by_token(batch: Batch) -> Float[Tensor, " T"]:
-    """Returns [T] the rewards at single tokens, with each rollout's own reward at its last token in the loss."""
-    rewards = last_token_rewards(batch.rewards, batch)
-    return rewards if batch.token_rewards is None else rewards + batch.token_rewards
+    """Returns [T] the rewards at single tokens, and at each sequence's last token in the loss also the reward of its
+    attempt and `later_rewards`."""
+    if batch.token_rewards is None:
+        return last_token_rewards(batch.rewards, batch)
+    return last_token_rewards(batch.rewards + later_rewards(batch), batch) + batch.token_rewards
+
+
+def later_rewards(batch: Batch) -> Float[Tensor, " R"]:
+    """Returns [R] the sum of the rewards at all tokens, in the loss or not, of each sequence's later ones in its
+    attempt.
+
+    They are not discounted, as the attempt's own reward is not, which every sequence of the attempt gets at its end: an
+    environment's reward at the last token of an attempt is then worth the same as a reward function's. No paper's own.
+    """
+    assert batch.token_rewards is not None
+    own = batch.token_rewards.new_zeros(batch.num_sequences).index_add(0, batch.sequence_index(), batch.token_rewards)
+    if batch.attempt is None:
+        return torch.zeros_like(own)
+    later, earned = [], dict.fromkeys(batch.attempt.tolist(), 0.0)
+    for attempt, reward in zip(reversed(batch.attempt.tolist()), reversed(own.tolist()), strict=True):
+        later.append(earned[attempt])
+        earned[attempt] += reward
+    return torch.tensor(later[::-1], dtype=own.dtype)
 
 
 def rewards_by_sequence(batch: Batch) -> Float[Tensor, " R"]:

@@ -7,6 +7,7 @@ importance sampling, token and product: verl `rollout_corr_helper.py`; IcePop: s
 `grpo_trainer.py`, AReaL.
 """
 
+import math
 from enum import StrEnum
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from rlframe.ops.kl import MAX_LOG_RATIO
 from rlframe.ops.surrogate import sequence_means
 from rlframe.types.batch import Sequences
-from rlframe.types.results import EffectiveSize, Mean, Metric, Peak
+from rlframe.types.results import EffectiveSize, Mean, MeanIfAny, Metric, Peak
 
 
 class RatioOf(StrEnum):
@@ -134,7 +135,7 @@ def within(ratio: Float[Tensor, " T"], low: float | None, high: float | None) ->
 
 def engine_gap(log_ratio: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> dict[str, Metric]:
     """Returns metrics of the distance between trainer and engine on the tokens in the loss. With the same weights it
-    should be small.
+    should be small. A step without such tokens has none.
 
     The two KLs are estimates of KL(engine || trainer), Schulman's k1 and k3 (see `kl.py`) under the engine's samples:
     k1 = -d and k3 = e^d - d - 1 with d = trainer - engine. `logprob_gap_exp_mean` is the mean of e^|d|, at least 1;
@@ -145,11 +146,11 @@ def engine_gap(log_ratio: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> dict
     # For a good engine k3 is 1e-14, which float32 rounds to noise.
     d = inside.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
-        "rollout/logprob_gap_mean_nats": Mean(gap.sum(), count),
-        "rollout/logprob_gap_max_nats": Peak(gap.max() if gap.numel() else 0.0),
-        "rollout/logprob_gap_exp_mean": Mean(torch.where(mask, d.abs().exp(), 0.0).sum(), count),
-        "rollout/engine_kl_k1_nats": Mean(-d.sum(), count),
-        "rollout/engine_kl_k3_nats": Mean((d.expm1() - d).sum(), count),
+        "rollout/logprob_gap_mean_nats": MeanIfAny(gap.sum(), count),
+        "rollout/logprob_gap_max_nats": Peak(gap.where(mask, -math.inf).max() if gap.numel() else -math.inf),
+        "rollout/logprob_gap_exp_mean": MeanIfAny(torch.where(mask, d.abs().exp(), 0.0).sum(), count),
+        "rollout/engine_kl_k1_nats": MeanIfAny(-d.sum(), count),
+        "rollout/engine_kl_k3_nats": MeanIfAny((d.expm1() - d).sum(), count),
     }
 
 

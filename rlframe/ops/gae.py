@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlframe.ops.advantages import discounted_returns
-from rlframe.types.batch import Sequences
+from rlframe.types.batch import Batch, Sequences
 
 
 def before_tokens(after: Float[Tensor, " T"], batch: Sequences) -> Float[Tensor, " T"]:
@@ -74,10 +74,13 @@ def clipped_value_loss(
     return torch.maximum(plain, near) / 2, near > plain
 
 
-def explained_variance(values: Float[Tensor, " T"], returns: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> float:
-    """Returns 1 - var(returns - values) / var(returns) over the True tokens. 1 is a perfect critic, 0 one that gives
-    every state the same value, below 0 a worse one. 0.0 if all returns are equal."""
-    known, error = returns[mask].double(), (returns - values)[mask].double()
+def explained_variance(batch: Batch) -> float:
+    """Returns 1 - var(returns - values) / var(returns) over the tokens in the loss of rollouts with a reward, because
+    the returns of others are their own values. 1 is a perfect critic, 0 one that gives every state the same value,
+    below 0 a worse one. 0.0 if all returns are equal."""
+    assert batch.values is not None and batch.returns is not None
+    scored = batch.loss_mask & ~torch.repeat_interleave(batch.rewards.isnan(), batch.lengths)
+    known, error = batch.returns[scored].double(), (batch.returns - batch.values)[scored].double()
     if known.numel() == 0 or bool(known.min() == known.max()):
         return 0.0
     return float(1 - error.var(correction=0) / known.var(correction=0))

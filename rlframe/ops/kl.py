@@ -14,7 +14,8 @@ class KlEstimator(StrEnum):
     """Estimators, named after Schulman 2020, joschu.net/blog/kl-approx.html, with d = log policy - log reference."""
 
     K1 = "k1"
-    """d: unbiased, high variance, may be negative."""
+    """d: unbiased, high variance, may be negative. For the reward only: as a loss its expected on-policy gradient is
+    0."""
     K2 = "k2"
     """d^2 / 2: biased, low variance; as a loss its on-policy gradient is that of the KL."""
     K3 = "k3"

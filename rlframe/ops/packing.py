@@ -18,11 +18,15 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
     """Returns the rollouts of all groups packed end to end, group after group.
 
     Args:
-        mask_truncated: whether rollouts that reached the token limit are excluded from the loss.
+        mask_truncated: whether attempts that reached a limit of tokens or turns, as their last sequence says, are
+            excluded from the loss.
     """
     rollouts = members(groups)
     names = list(rollouts[0].reward_weights) if rollouts else []
-    cut = [mask_truncated and rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
+    attempt = attempt_index(groups)
+    own = range(len(rollouts)) if attempt is None else attempt.tolist()
+    last = dict(zip(own, rollouts, strict=True))
+    cut = [mask_truncated and last[number].finish_reason is FinishReason.LENGTH for number in own]
     packed = pack_sequences(rollouts)
     return Batch(
         token_ids=packed.token_ids,
@@ -31,7 +35,7 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
         rollout_logprobs=joined([rollout.rollout_logprobs for rollout in rollouts], np.float32),
         versions=joined([rollout.versions for rollout in rollouts], np.int32),
         group=torch.repeat_interleave(torch.tensor([len(group.rollouts) for group in groups], dtype=torch.int64)),
-        attempt=attempt_index(groups),
+        attempt=attempt,
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         truncated=torch.tensor([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts]),
         reward_parts=columns([parts_of_attempts(rollout) for rollout in rollouts], names),

@@ -1,5 +1,6 @@
 """Results of model forward passes, losses and workers."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -120,6 +121,7 @@ class Peak:
     """A metric whose partial results combine by maximum."""
 
     value: Number
+    """The greatest value. -inf is that of nothing, and `merge` leaves it out."""
 
     def __add__(self, other: "Peak") -> "Peak":
         return Peak(max(self.value, other.value))
@@ -192,7 +194,14 @@ def merge(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     for share in settled(list(shares)):
         for key, metric in share.items():
             merged[key] = merged[key] + metric if key in merged else metric  # pyright: ignore[reportOperatorIssue]
-    return {key: metric for key, metric in merged.items() if not isinstance(metric, MeanIfAny) or metric.count}
+    return {key: metric for key, metric in merged.items() if not of_nothing(metric)}
+
+
+def of_nothing(metric: Metric) -> bool:
+    """Returns whether nothing was counted that a metric in plain numbers could speak of."""
+    if isinstance(metric, MeanIfAny):
+        return not metric.count
+    return isinstance(metric, Peak) and float(metric.value) == -math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """A stop token or stop string, which stays part of the tokens."""
     LENGTH = "length"
-    """The token limit was reached."""
+    """A limit of tokens or turns was reached."""
     ABORT = "abort"
     """The request was aborted. The tokens sampled so far are kept."""
 

@@ -13,6 +13,9 @@ from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.types.rollout import Group, members
 
+REPLACEMENT_ROUNDS = 10
+"""Greatest number of times that a step samples to replace groups none of whose attempts succeeded."""
+
 
 @dataclass(kw_only=True)
 class Sampler(ABC):

@@ -7,7 +7,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
-from rlframe.attempts.buffer import Buffer, Finished, LeftOut
+from rlframe.attempts.buffer import Buffer, Finished, LeftOut, main_reason
 from rlframe.attempts.leases import Lease
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.mending import Mender
@@ -17,7 +17,7 @@ from rlframe.attempts.turns import Progress
 from rlframe.cluster.watch.activities import learn
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.reporting.timeline import Timeline
-from rlframe.loops.sampling.base import Sampler
+from rlframe.loops.sampling.base import REPLACEMENT_ROUNDS, Sampler
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, attempts_in, by_attempt
 from rlframe.utils.errors import RlframeError
@@ -25,8 +25,6 @@ from rlframe.utils.files.sealed import read_sealed, write_sealed
 
 LEASES, GROUPS = "leases.json", "groups"
 """Names of the files of leases in flight."""
-REPLACEMENT_ROUNDS = 10
-"""Greatest number of times that a step samples to replace groups none of whose attempts succeeded."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -278,9 +276,7 @@ class BufferedSampler(Sampler):
             self.leases.measure(self.buffer.lease(ordinal), rollouts)
             if len(by_attempt(rollouts)) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
-                reasons = (DropReason.FAILED, DropReason.TIMED_OUT, DropReason.MASKED)
-                reason = next((reason for reason in reasons if reason in each.lost), DropReason.UNSUCCESSFUL)
-                self._drop(ordinal, reason, [*rollouts, *chain(*each.lost.values())])
+                self._drop(ordinal, main_reason(each.lost), [*rollouts, *chain(*each.lost.values())])
             elif self.dynamic and (reason := flat(rollouts, self.dynamic.reward_part)):
                 self._counts.dropped[reason] += 1
                 self._drop(ordinal, DropReason(f"flat_{reason}"), [*rollouts, *chain(*each.lost.values())])

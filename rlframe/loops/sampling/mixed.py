@@ -1,24 +1,27 @@
 """MixedSampler: some steps train on responses that the policy does not sample, but the data or a teacher gives."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import ClassVar, Protocol
 
 import numpy as np
 
-from rlframe.attempts.buffer import Finished
+from rlframe.attempts.buffer import Finished, main_reason
 from rlframe.attempts.fleet import Attempts
+from rlframe.attempts.ledger import DropReason
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds.examples import ExampleSource, learnt_turns
 from rlframe.data.prompts import PromptSource
 from rlframe.data.sources import load
 from rlframe.data.text.turns import Tokens
-from rlframe.loops.sampling.base import Sampler
+from rlframe.loops.sampling.base import REPLACEMENT_ROUNDS, Sampler
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout, SamplingParams, members
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
-from rlframe.utils.errors import DataError
+from rlframe.utils.errors import DataError, RlframeError
 
 
 class ResponseSource(Protocol):
@@ -39,29 +42,68 @@ class MixedSampler(Sampler):
     response_source: ResponseSource
     samples: Callable[[int], bool]
     """Returns whether the student samples the responses of a step."""
+    num_minibatches: int = 1
+    """Number of groups of which a batch that does not get full keeps a multiple."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         assert self.group_size == 1, "there is one given response to a prompt"
         self._sampled = False
+        self._dropped: Counter[str] = Counter()
 
     def collect(self, step: int) -> list[Group]:
-        """Returns P groups of one rollout of the next P prompts, or of the source's responses to them."""
-        self._sampled = self.samples(step)
-        if self._sampled:
-            return self.attempt(self.prompts_per_step, step=step)
+        """Returns P groups of one rollout of the next P prompts, or of the source's responses to them. Those without a
+        response are dropped and replaced by further prompts, or there are fewer after all rounds.
+
+        Raises:
+            RlframeError: too few groups for an optimizer step, after all rounds.
+        """
+        self._sampled, self._dropped, self._taken = self.samples(step), Counter(), []
+        for again in range(REPLACEMENT_ROUNDS):
+            missing = self.prompts_per_step - len(self._taken)
+            if self._sampled:
+                self.attempt(missing, step=step, again=again)
+            else:
+                self._respond(missing, step=step)
+            for each in self._taken:
+                if not each.group.rollouts:
+                    self._drop(each, "unsuccessful")
+            self._taken = [each for each in self._taken if each.group.rollouts]
+            if len(self._taken) == self.prompts_per_step:
+                break
+        whole = len(self._taken) // self.num_minibatches * self.num_minibatches
+        if not whole:
+            raise RlframeError(
+                f"step {step}: fewer than the {self.num_minibatches} prompts that an update needs got a response, in "
+                f"{REPLACEMENT_ROUNDS} rounds; the warnings above say why attempts failed. Mend the environment, or "
+                "raise rollout.attempt_timeout_s"
+            )
+        for each in self._taken[whole:]:
+            self._drop(each, "left_over")
+        del self._taken[whole:]
+        return [each.group for each in self._taken]
+
+    def _respond(self, count: int, *, step: int) -> None:
+        """Takes the source's responses to the next `count` prompts."""
         with self.phase(self.response_source.phase):
-            leases = self.leases.take(self.prompts_per_step, step=step, version=step - 1)
-            groups = self.response_source.respond([lease.prompt for lease in leases], step=step)
+            leases = self.leases.take(count, step=step, version=step - 1)
+            found = self.response_source.respond([lease.prompt for lease in leases], step=step)
+        groups = [replace(group, id=lease.group_id) for lease, group in zip(leases, found, strict=True)]
         with self.phase("reward"):
             self.attempts.score(groups)
         self.score(groups)
-        self._taken = [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
-        return groups
+        self._taken += [Finished(lease=lease, group=group) for lease, group in zip(leases, groups, strict=True)]
+
+    def _drop(self, each: Finished, why: str) -> None:
+        self._dropped[why] += 1
+        reason = DropReason.LEFT_OVER if each.group.rollouts else main_reason(each.lost)
+        attempts = [*each.group.rollouts, *chain(*each.lost.values())]
+        self.leases.ledger.dropped(each.lease.ordinal, reason, attempts)
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics about the source of the step's responses."""
-        return {"rollout/on_policy": float(self._sampled)}
+        """Returns metrics about the source of the step's responses, and the numbers of dropped groups, if any."""
+        dropped = {f"rollout/dropped_{why}_groups": float(count) for why, count in self._dropped.items()}
+        return {"rollout/on_policy": float(self._sampled), **dropped}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,8 +38,9 @@ class RewardModelScorer:
         scores = self.scores(pack_sequences(rollouts)).tolist()
         for rollout, score in zip(rollouts, scores, strict=True):
             sane = math.isfinite(score) and abs(score) <= LARGEST_SCORE
-            before = 0.0 if math.isnan(rollout.reward) else rollout.reward
             rollout.reward_parts = {**rollout.reward_parts, MODEL_PART: score if sane else 0.0}
             rollout.reward_weights = {**rollout.reward_weights, MODEL_PART: self.weight}
-            rollout.reward = before + self.weight * rollout.reward_parts[MODEL_PART]
+            if self.weight:
+                before = 0.0 if math.isnan(rollout.reward) else rollout.reward
+                rollout.reward = before + self.weight * rollout.reward_parts[MODEL_PART]
             rollout.reward_failed |= not sane

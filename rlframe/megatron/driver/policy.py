@@ -343,11 +343,11 @@ class CriticGroup(ModelGroup):
     def train(self, batch: Sequences) -> TrainResult:
         """Trains as ModelGroup.train does. The metrics are `critic/...`; the explained variance is that of the values
         before the update."""
-        assert isinstance(batch, Batch) and batch.values is not None and batch.returns is not None
+        assert isinstance(batch, Batch)
         result = super().train(batch)
         names = {key: key.removeprefix("train/").replace("/", "_") for key in result.metrics}
         metrics = {f"critic/{names[key]}": value for key, value in result.metrics.items()}
-        metrics["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
+        metrics["critic/explained_variance"] = explained_variance(batch)
         return replace(result, metrics=metrics)
 
 

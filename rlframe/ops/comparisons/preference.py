@@ -6,6 +6,7 @@ and the rejected response of a pair, D = r(c) - r(r), or another divergence's f'
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -394,17 +395,22 @@ def pair_metrics(
 
 def mismatched(batch: Sequences) -> Sequences:
     """Returns R sequences, each the prompt of one of the batch with the response of another: KTO's sample of pairs (x,
-    y') in which y' does not answer x.
+    y') in which y' does not answer x. Only where more than half of the batch has one prompt do some of these meet.
 
-    The response is everything from the first token in the loss on. A hash of the tokens decides the pairing, so that
+    The response is everything from the first token in the loss on. Hashes of the tokens decide the pairing, so that
     the estimate does not depend on the order of the batch. A response is truncated if the result would be longer than
     the batch's longest sequence, which is known to fit a forward pass.
     """
     rows = list(zip(*(part.split(batch.lengths.tolist()) for part in (batch.token_ids, batch.loss_mask)), strict=True))
-    rows.sort(key=lambda row: hashlib.sha256(row[0].numpy().tobytes()).digest())
+    prompts = [_digest(tokens[: _first(mask)]) for tokens, mask in rows]
+    order = sorted(range(len(rows)), key=lambda row: (prompts[row], _digest(rows[row][0])))
+    rows = [rows[row] for row in order]
+    # The rows of each prompt are neighbours: as many places on as the most frequent one has rows, there is another.
+    most = max(Counter(prompts).values())
+    places = most if most < len(rows) else 1
     longest = int(batch.lengths.max())
     made = []
-    for (tokens, mask), (other_tokens, other_mask) in zip(rows, rows[1:] + rows[:1], strict=True):
+    for (tokens, mask), (other_tokens, other_mask) in zip(rows, rows[places:] + rows[:places], strict=True):
         start, other_start = (_first(each) for each in (mask, other_mask))
         joined = torch.cat([tokens[:start], other_tokens[other_start:]])[:longest]
         counted = torch.cat([torch.zeros(start, dtype=torch.bool), other_mask[other_start:]])[:longest]
@@ -425,6 +431,10 @@ def _rows(batch: Preferences) -> tuple[Tensor, Tensor]:
     # A GPU looks at it when it gets there; the host does not wait.
     torch.ops.aten._assert_async.msg(whole.all(), SPLIT)
     return chosen, rejected
+
+
+def _digest(tokens: Tensor) -> bytes:
+    return hashlib.sha256(tokens.numpy().tobytes()).digest()
 
 
 def _first(mask: Tensor) -> int:

@@ -63,10 +63,10 @@ def sampler(
         "prompts_per_step": config.prompts_per_step,
         "group_size": algorithm.group_size,
     }
+    num_minibatches = config.train.num_minibatches
+    if parts.requirements.critic:
+        num_minibatches = math.lcm(num_minibatches, config.critic_train.num_minibatches)
     if sampling is None or isinstance(sampling, DynamicSamplingConfig):
-        num_minibatches = config.train.num_minibatches
-        if parts.requirements.critic:
-            num_minibatches = math.lcm(num_minibatches, config.critic_train.num_minibatches)
         buffer = Buffer(
             prompts_per_step=config.prompts_per_step,
             max_policy_lag=config.loop.max_policy_lag,
@@ -85,7 +85,12 @@ def sampler(
         )
     if isinstance(sampling, GivenResponses):
         response_source = _response_source(parts, sampling.writer, examples, engines)
-        return MixedSampler(**common, response_source=response_source, samples=partial(sampling.samples, config.seed))
+        return MixedSampler(
+            **common,
+            response_source=response_source,
+            samples=partial(sampling.samples, config.seed),
+            num_minibatches=num_minibatches,
+        )
     return sampling(**common)
 
 

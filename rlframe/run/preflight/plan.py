@@ -105,7 +105,7 @@ class Plan:
         """Returns whether the policy computes logprobs of the batch before its first update: a single one would find
         the same (loops/online.py)."""
         algorithm = self.algorithm
-        return isinstance(algorithm, OnlineAlgorithm) and self.division.updates > 1 and not algorithm.bypass
+        return isinstance(algorithm, OnlineAlgorithm) and self.division.updates > 1 and algorithm.needs_old_logprobs
 
     @cached_property
     def trainer(self) -> TrainerMemory:

@@ -327,7 +327,7 @@ def test_a_teacher_behind_engines_judges_and_writes_what_the_policy_would(tmp_pa
     assert any(sample["response"] != sample["answer"] for sample in responses), "the data's would all be right"
     # Another row, token or rest would be off by a nat or so.
     assert abs(sampled["train/divergence_nats"]) < 1e-5 and abs(written["train/divergence_nats"]) < 1e-5
-    assert sampled["train/nll_nats"] == 0.0 and written["train/nll_nats"] > 0.0
+    assert "train/nll_nats" not in sampled and written["train/nll_nats"] > 0.0
 
 
 @pytest.mark.thorough

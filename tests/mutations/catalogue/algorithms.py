@@ -139,6 +139,20 @@ MUTATIONS: list[Mutation] = [
         ("ppo: lambda is 1", "gae_lambda=config.gae_lambda,", "gae_lambda=1.0,"),
     ),
     *faults(
+        "rlframe/ops/advantages.py",
+        "tests/unit/algorithms/test_attempts_of_several_sequences.py",
+        (
+            "later sequences of an attempt earn nothing for earlier ones",
+            "last_token_rewards(batch.rewards + later_rewards(batch), batch)",
+            "last_token_rewards(batch.rewards, batch)",
+        ),
+        (
+            "a sequence's own rewards count twice",
+            "later.append(earned[attempt])",
+            "later.append(earned[attempt] + reward)",
+        ),
+    ),
+    *faults(
         "rlframe/algorithms/critic.py",
         "tests/unit/algorithms/test_ppo.py",
         (

@@ -131,7 +131,7 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "old logprobs are never asked for",
-            "if self.policy.updates_per_batch > 1 and not self.algorithm.bypass:",
+            "if self.policy.updates_per_batch > 1 and self.algorithm.needs_old_logprobs:",
             "if False:",
         ),
         (

@@ -69,7 +69,7 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/ops/comparisons/preference.py",
         "tests/unit/algorithms/offline/test_kto.py",
-        ("mismatched: everybody keeps the own response", "rows[1:] + rows[:1]", "rows"),
+        ("mismatched: everybody keeps the own response", "rows[places:] + rows[:places]", "rows"),
         (
             "mismatched: the prompt counts",
             "torch.zeros(start, dtype=torch.bool), other_mask",

@@ -9,12 +9,16 @@ CORRECTION = "tests/unit/algorithms/test_correction.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
-        "rlframe/algorithms/policy_gradient.py",
+        "rlframe/algorithms/correction.py",
         "tests/unit/run/check/test_check_lag.py",
-        ("runs without a lag are warned", "if facts.max_policy_lag and (unbounded", "if (unbounded"),
-        ("a weight needs no cap", "or correction.weight_cap is not None:", "or correction.weight is not RatioOf.NONE:"),
-        ("every surrogate is bounded", "if not self.bounds_ratio and", "if False and"),
-        ("bypass bounds nothing", "if self.bypass or not facts.one_update:", "if not facts.one_update:"),
+        ("runs without a lag are warned", "if facts.max_policy_lag and (reason", "if (reason"),
+        (
+            "a weight needs no cap",
+            "or config.weight_cap is not None:\n        return",
+            "or config.weight is not RatioOf.NONE:\n        return",
+        ),
+        ("every surrogate is bounded", "if not bounds_ratio and", "if False and"),
+        ("bypass bounds nothing", "if config.bypass or not facts.one_update:", "if not facts.one_update:"),
     ),
     *faults(
         "rlframe/ops/advantages.py",
@@ -209,7 +213,7 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/ops/correction.py",
         "tests/unit/algorithms/test_grpo.py",
-        ("the gap's k1 has the other sign", "Mean(-d.sum(), count)", "Mean(d.sum(), count)"),
+        ("the gap's k1 has the other sign", "MeanIfAny(-d.sum(), count)", "MeanIfAny(d.sum(), count)"),
     ),
     *faults(
         "rlframe/algorithms/correction.py",

@@ -1,11 +1,17 @@
 """An attempt of several sequences counts once in its group, and each of its tokens gets the attempt's advantage."""
 
+import math
+
 import pytest
 import torch
 
+from rlframe.algorithms.credit import Credit, CreditConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
+from rlframe.algorithms.policy_gradient import PolicyGradient
+from rlframe.algorithms.ppo import Ppo, PpoConfig
+from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlframe.algorithms.rloo import Rloo, RlooConfig
-from rlframe.ops.advantages import NormalizeBy
+from rlframe.ops.advantages import NormalizeBy, rewards_by_token, whiten
 from rlframe.ops.packing import pack
 from rlframe.types.batch import Batch
 from rlframe.types.input import ModelInput
@@ -62,6 +68,45 @@ def test_rewards_of_turns_in_other_sequences_count_for_the_attempt() -> None:
     # Attempts: 1 + 2 + 3 = 6, and 2; the mean is 4.
     grpo = Grpo(GrpoConfig(normalize_by=NormalizeBy.NONE))
     assert by_sequence(grpo.advantages(packed)) == [2.0, 2.0, -2.0]
+
+
+def test_returns_of_a_sequence_have_what_its_attempt_earned_later() -> None:
+    packed = batch(
+        *(sequence(0, number, 1.0, turn=turn) for number, turn in enumerate((2.0, 3.0, 0.0))), sequence(1, 0, 2.0)
+    )
+    # At the last tokens: 2 + 1 + 3, 3 + 1, 1, and 2 for the attempt of one sequence; half of that one token before.
+    ends = [6.0, 4.0, 1.0, 2.0]
+    expected = [number for end in ends for number in (0.0, 0.0, end / 2, end)]
+    with_values = Ppo(PpoConfig(discount=0.5)).with_values(packed, torch.zeros(packed.num_tokens, 1))
+    assert with_values.returns is not None and with_values.returns.tolist() == expected
+    advantages = ReinforcePlusPlus(ReinforcePlusPlusConfig(discount=0.5)).advantages(packed)
+    assert torch.equal(advantages, whiten(torch.tensor(expected), packed.loss_mask))
+    # A sequence whose tokens are not in the loss has still earned.
+    packed.loss_mask[4:8] = False
+    assert rewards_by_token(packed).view(4, 4)[:, 3].tolist() == [6.0, 3.0, 1.0, 2.0]
+
+
+def test_a_reward_of_the_environment_at_the_end_is_worth_that_of_a_reward_function() -> None:
+    scored = batch(sequence(0, 0, 1.0), sequence(0, 1, 1.0), sequence(1, 0, 0.0))
+    credited = batch(sequence(0, 0, 0.0), sequence(0, 1, 0.0, turn=1.0), sequence(1, 0, 0.0))
+    for config in (ReinforcePlusPlusConfig(discount=0.9), ReinforcePlusPlusConfig(group_baseline=True)):
+        algorithm = ReinforcePlusPlus(config)
+        assert torch.equal(algorithm.advantages(scored), algorithm.advantages(credited))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *(Grpo(GrpoConfig(normalize_by=by)) for by in NormalizeBy),
+        Grpo(GrpoConfig(credit=CreditConfig(by=Credit.TURN))),
+        Rloo(RlooConfig()),
+        ReinforcePlusPlus(ReinforcePlusPlusConfig(group_baseline=True)),
+    ],
+    ids=lambda algorithm: algorithm.config.name,
+)
+def test_a_step_that_nothing_scored_has_no_signal(algorithm: PolicyGradient) -> None:
+    packed = batch(*(sequence(index, number, math.nan) for index, number in ((0, 0), (0, 1), (1, 0))))
+    assert algorithm.train_batch(packed).advantages.tolist() == [0.0] * packed.num_tokens
 
 
 def test_a_group_out_of_order_or_cut_is_understood() -> None:

@@ -1,6 +1,7 @@
 """GMPO, DPPO, Clip-Cov and KL-Cov against numbers worked by hand, and what their configs refuse."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlframe.algorithms.clip_cov import ClipCov, ClipCovConfig
+from rlframe.algorithms.correction import CorrectionConfig
 from rlframe.algorithms.dppo import Dppo, DppoConfig
 from rlframe.algorithms.gmpo import Gmpo, GmpoConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
@@ -15,6 +17,7 @@ from rlframe.algorithms.kl_cov import KlCov, KlCovConfig
 from rlframe.algorithms.policy_gradient import PolicyGradient
 from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.choice import above_quantile, covariances, drawn, greatest
+from rlframe.ops.correction import RatioOf
 from rlframe.ops.surrogate import Trust
 from rlframe.types.batch import Batch, TrainBatch
 from rlframe.types.results import LossOutput, Mean, PolicyOutput
@@ -25,9 +28,9 @@ PLAIN: dict[str, Any] = {"normalize_by": NormalizeBy.NONE}
 """Rewards 2 and 0 then are advantages 1 and -1."""
 
 
-def batch(algorithm: PolicyGradient, old: Tensor = OLD) -> TrainBatch:
-    """Two rollouts of one prompt, advantages 1 and -1: tokens 1 | 3, 4 are sampled, the others prompt."""
-    made = Batch(
+def made(old: Tensor = OLD) -> Batch:
+    """Two rollouts of one prompt, rewards 2 and 0: tokens 1 | 3, 4 are sampled, the others prompt."""
+    return Batch(
         token_ids=torch.tensor([5, 6, 5, 7, 8]),
         lengths=torch.tensor([2, 3]),
         loss_mask=torch.tensor([False, True, False, True, True]),
@@ -37,7 +40,11 @@ def batch(algorithm: PolicyGradient, old: Tensor = OLD) -> TrainBatch:
         versions=torch.zeros(5).long(),
         old_logprobs=old,
     )
-    return algorithm.train_batch(made)
+
+
+def batch(algorithm: PolicyGradient, old: Tensor = OLD) -> TrainBatch:
+    """The batch of `made` with its advantages, 1 and -1."""
+    return algorithm.train_batch(made(old))
 
 
 def outcome(algorithm: PolicyGradient, data: TrainBatch, moved: list[float]) -> tuple[LossOutput, list[float]]:
@@ -160,6 +167,15 @@ def test_clip_cov_takes_the_gradient_of_those_it_draws() -> None:
     # int(0.5 * 3) = 1 of the two.
     one = ClipCov(ClipCovConfig(**PLAIN, covariance_low=-1.0, covariance_high=1.0, chosen_fraction=0.5))
     assert sorted(outcome(one, batch(one), [0.0, 0.0, 0.0])[1]) == pytest.approx([-1 / 3, 0.0, 1 / 3], abs=1e-6)
+
+
+def test_clip_covs_bounds_are_of_advantages_that_no_mean_weight_has_divided() -> None:
+    # Each weight is 1/2: advantages are doubled, and with them two covariances would lie between 1 and 5.
+    weighted = CorrectionConfig(weight=RatioOf.TOKEN, normalize_weights=True)
+    algorithm = ClipCov(ClipCovConfig(**PLAIN, correction=weighted, chosen_fraction=1.0))
+    data = algorithm.train_batch(replace(made(), rollout_logprobs=OLD + math.log(2)))
+    assert data.advantages[SAMPLED].tolist() == pytest.approx([2.0, -2.0, -2.0], abs=1e-5)
+    assert data.chosen is not None and data.chosen[SAMPLED].tolist() == [True, False, False]
 
 
 def test_clip_covs_other_tokens_are_clipped() -> None:

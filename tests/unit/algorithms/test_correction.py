@@ -1,6 +1,7 @@
 """Corrections between engine and trainer, worked by hand, and what their config refuses."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.correction import MaskOf, RatioOf, engine_ratio
 from rlframe.ops.kl import KlEstimator
 from rlframe.types.batch import Batch, TrainBatch
-from rlframe.types.results import EffectiveSize, LossOutput, Mean, PolicyOutput
+from rlframe.types.results import EffectiveSize, LossOutput, Mean, MeanIfAny, PolicyOutput, merge
 
 OLD = torch.tensor([0.0, -1.0, -2.0, 0.0, -3.0, -1.0, -2.0])
 SAMPLED = [1, 2, 4, 5, 6]
@@ -127,7 +128,7 @@ def test_bypass_clips_the_ratio_to_the_engine() -> None:
         torch.testing.assert_close(gradient, torch.tensor([0.0, -0.25, 1.0, 4.0, 0.0]))
         assert result.metrics["train/clip_fraction"] == Mean(2.0, 5.0)
         # The gap is still that of trainer and engine: log 2 times 1 + 2 + 0 + 2 + 1.
-        assert result.metrics["rollout/logprob_gap_mean_nats"] == Mean(pytest.approx(6 * math.log(2)), 5.0)  # type: ignore[arg-type]
+        assert result.metrics["rollout/logprob_gap_mean_nats"] == MeanIfAny(pytest.approx(6 * math.log(2)), 5.0)  # type: ignore[arg-type]
 
 
 def test_a_hopeless_ratio_stays_finite() -> None:
@@ -224,9 +225,22 @@ def test_an_adaptive_coefficient_moves_and_comes_back_from_a_checkpoint() -> Non
     assert algorithm.adapt({"train/kl_nats": 0.1}) == {"train/kl_coefficient": pytest.approx(0.51)}
     resumed.restore(algorithm.state())
     assert resumed.kl_coefficient == algorithm.kl_coefficient == pytest.approx(0.51)
+    # A step without a token in the loss has no KL.
+    assert resumed.adapt({}) == {"train/kl_coefficient": pytest.approx(0.51)}
+    assert resumed.kl_coefficient == algorithm.kl_coefficient
     fixed = Grpo(GrpoConfig(kl_coefficient=0.5))
     fixed.adapt({"train/kl_nats": 9.0})
     assert fixed.kl_coefficient == 0.5 and Grpo(GrpoConfig()).adapt({}) == {}
+
+
+def test_a_step_without_a_token_in_the_loss_has_no_kl_and_no_gap() -> None:
+    algorithm = Grpo(GrpoConfig(kl_coefficient=0.5))
+    data = replace(rollouts(), reference_logprobs=torch.ones(7))
+    data = algorithm.train_batch(replace(data, loss_mask=torch.zeros_like(data.loss_mask)))
+    policy = PolicyOutput(logprobs=torch.zeros(data.num_tokens), entropy=torch.zeros(data.num_tokens))
+    metrics = merge([algorithm.loss(policy, data, algorithm.token_weights(data)).metrics])
+    gap = {"rollout/logprob_gap_mean_nats", "rollout/logprob_gap_max_nats", "rollout/engine_kl_k3_nats"}
+    assert "train/loss" in metrics and not metrics.keys() & {"train/kl_nats", *gap}
 
 
 def test_the_loss_has_the_coefficient_of_the_moment() -> None:

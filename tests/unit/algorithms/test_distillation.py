@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.on_policy_distillation import OnPolicyDistillation, OnPolicyDistillationConfig
@@ -14,7 +15,7 @@ from rlframe.algorithms.policy_gradient import PolicyGradient
 from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlframe.ops.aggregation import Aggregation
 from rlframe.types.batch import Batch, Sequences
-from rlframe.types.results import Divergence, DivergenceOutput, Mean, Output, PolicyOutput, Rest
+from rlframe.types.results import Divergence, DivergenceOutput, Mean, MeanIfAny, Output, PolicyOutput, Rest, merge
 from rlframe.types.rollout import OFFLINE_VERSION
 
 OLD = torch.tensor([0.0, -1.0, 0.0, -2.0, -3.0])
@@ -46,6 +47,7 @@ def test_gkd_is_the_mean_divergence_of_the_tokens_in_the_loss() -> None:
     # 1/2 log 4/3 + 1/4 log 2/3 = 0.0424746 nats (unit/megatron/vocab/test_divergence.py). Tokens 3 and 4: 0.1 and 0.4.
     first = math.log(4 / 3) / 2 + math.log(2 / 3) / 4
     algorithm = Gkd(GkdConfig())
+    assert not algorithm.needs_old_logprobs
     data = batch()
     divergence = torch.tensor([9.0, first, 9.0, 0.1, 0.4]).requires_grad_()
     result = algorithm.loss(output(divergence), algorithm.train_batch(data), algorithm.token_weights(data))
@@ -54,8 +56,8 @@ def test_gkd_is_the_mean_divergence_of_the_tokens_in_the_loss() -> None:
     assert divergence.grad is not None
     torch.testing.assert_close(divergence.grad, torch.tensor([0.0, 1 / 3, 0.0, 1 / 3, 1 / 3]))
     # No response is the data's.
-    assert result.metrics["train/nll_nats"] == Mean(0.0, 0.0)
-    assert result.metrics["rollout/logprob_gap_mean_nats"] == Mean(0.0, 3.0)
+    assert result.metrics["train/nll_nats"] == MeanIfAny(0.0, 0.0)
+    assert result.metrics["rollout/logprob_gap_mean_nats"] == MeanIfAny(0.0, 3.0)
 
 
 def test_the_likelihood_counts_on_the_datas_responses_only() -> None:
@@ -69,8 +71,8 @@ def test_the_likelihood_counts_on_the_datas_responses_only() -> None:
     result.loss.backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 0.0, 0.0, -1 / 6, -1 / 6]))
-    assert result.metrics["train/nll_nats"] == Mean(5.0, 2.0)
-    assert result.metrics["rollout/logprob_gap_mean_nats"] == Mean(0.0, 1.0)
+    assert result.metrics["train/nll_nats"] == MeanIfAny(5.0, 2.0)
+    assert result.metrics["rollout/logprob_gap_mean_nats"] == MeanIfAny(0.0, 1.0)
 
 
 def test_a_tokens_divergence_may_be_capped() -> None:
@@ -118,6 +120,17 @@ def test_who_makes_a_steps_responses_depends_on_seed_and_step_alone() -> None:
     more = Gkd(GkdConfig(on_policy_fraction=0.6))
     assert all(more.samples(0, step) for step in range(1, 2001) if algorithm.samples(0, step))
     assert all(Gkd(GkdConfig(on_policy_fraction=1.0)).samples(0, step) for step in range(1, 100))
+
+
+def test_gkd_has_no_metrics_of_tokens_that_a_step_does_not_have() -> None:
+    def found(version: int) -> set[str]:
+        algorithm, data = Gkd(GkdConfig()), batch(versions=torch.full((5,), version))
+        return merge([algorithm.loss(output(torch.ones(5)), data, algorithm.token_weights(data)).metrics]).keys()
+
+    always = {"train/loss", "train/divergence_nats", "train/entropy_nats"}
+    assert found(OFFLINE_VERSION) == {*always, "train/nll_nats"}
+    gaps = {key for key in found(3) if "logprob_gap" in key or "engine_kl" in key}
+    assert len(gaps) == 5 and found(3) == always | gaps
 
 
 @pytest.mark.parametrize(
@@ -168,6 +181,11 @@ def test_on_policy_distillation_is_the_teachers_logprob_over_the_students() -> N
     torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, -0.5, 0.0, 0.25, 2.0]) / 3)
     # The reverse KL of the three: (-0.5 + 0.25 + 2) / 3.
     assert result.metrics["train/teacher_kl_nats"] == Mean(1.75, 3.0)
+
+
+def test_without_rewards_no_group_is_sampled_again_for_theirs() -> None:
+    with pytest.raises(ValueError, match="dynamic_sampling has no effect with reward_coefficient=0"):
+        OnPolicyDistillationConfig(group_size=2, dynamic_sampling=DynamicSamplingConfig())
 
 
 def test_rewards_may_speak_too() -> None:

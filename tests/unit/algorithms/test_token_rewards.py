@@ -77,6 +77,12 @@ def test_rewards_at_tokens_are_a_part_of_weight_1_where_parts_are_normalised():
     assert advantages[[1, 6, 8]].tolist() == pytest.approx([0.577350, -1.154701, 0.577350], abs=1e-5)
 
 
+def test_without_any_reward_there_are_no_parts_to_normalise():
+    nothing = pack([Group(id="0", prompt=PROMPT, rollouts=[attempt((1, 0.0), reward=0.0) for _ in range(2)])])
+    algorithm = Grpo(GrpoConfig(normalize_by=NormalizeBy.PART_STD))
+    assert algorithm.train_batch(nothing).advantages.tolist() == [0.0] * 4
+
+
 def test_returns_go_backwards_from_each_reward():
     # discount 0.5: c 4, b 1 + 2 = 3, a 1.5; d -2; e 6.
     returns = torch.tensor([0, 1.5, 3, 0, 4, 0, -2, 0, 6])

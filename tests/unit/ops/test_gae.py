@@ -1,5 +1,8 @@
 """Values, advantages and what the critic learns from: worked by hand, and against the recurrence token by token."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ from rlframe.ops.gae import (
     explained_variance,
     generalized_advantages,
 )
-from rlframe.types.batch import Sequences
+from rlframe.types.batch import Batch, Sequences
 
 # Two turns: prompt p q, the policy says a b, the environment answers o, the policy says c. Then a rollout of one token.
 MASK = [False, False, True, True, False, True, False, True]
@@ -124,9 +127,24 @@ def test_value_loss_by_hand() -> None:
 
 
 def test_explained_variance_by_hand() -> None:
-    returns, mask = torch.tensor([0.0, 1.0, 2.0, 3.0, 50.0]), torch.tensor([True, True, True, True, False])
-    assert explained_variance(returns.clone(), returns, mask) == 1.0
-    assert explained_variance(torch.full((5,), 7.0), returns, mask) == 0.0
+    # The fifth token is not in the loss; no reward function scored the rollout of the last two.
+    batch = Batch(
+        token_ids=torch.arange(7),
+        lengths=torch.tensor([5, 2]),
+        loss_mask=torch.tensor([True, True, True, True, False, True, True]),
+        rollout_logprobs=torch.zeros(7),
+        group=torch.tensor([0, 1]),
+        rewards=torch.tensor([1.0, math.nan]),
+        versions=torch.zeros(7).long(),
+    )
+    returns = torch.tensor([0.0, 1.0, 2.0, 3.0, 50.0, 9.0, -9.0])
+
+    def found(*values: float) -> float:
+        own = torch.tensor([*values, 9.0, -9.0])
+        return explained_variance(replace(batch, values=own, returns=returns))
+
+    assert found(0.0, 1.0, 2.0, 3.0, 7.0) == 1.0
+    assert found(7.0, 7.0, 7.0, 7.0, 7.0) == 0.0
     # Errors 0, 0, 1, 1 have variance 1/4, returns 5/4: 1 - 1/5.
-    assert explained_variance(torch.tensor([0.0, 1.0, 1.0, 2.0, 0.0]), returns, mask) == pytest.approx(0.8)
-    assert explained_variance(returns, torch.ones(5), mask) == 0.0
+    assert found(0.0, 1.0, 1.0, 2.0, 0.0) == pytest.approx(0.8)
+    assert explained_variance(replace(batch, values=returns, returns=torch.ones(7))) == 0.0

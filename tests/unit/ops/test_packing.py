@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlframe.ops.packing import pack, split_into_microbatches
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
+from rlframe.types.rollout import OFFLINE_VERSION, Completion, FinishReason, Group, Rollout
 
 
 def pairs(rollouts: list[Rollout]) -> list[Group]:
@@ -95,6 +95,24 @@ def test_truncated_rollouts_stay_out_of_the_loss_when_asked_to() -> None:
     assert pack(pairs(rollouts)).loss_mask.int().tolist() == [0, 1, 1, 0, 1, 1]
     assert pack(pairs(rollouts), mask_truncated=True).loss_mask.int().tolist() == [0, 0, 0, 0, 1, 1]
     assert pack(pairs(rollouts)).truncated.tolist() == [True, False]
+
+
+def test_the_last_sequence_says_for_its_whole_attempt_whether_it_was_truncated() -> None:
+    ends = {
+        (0, 0): FinishReason.STOP,
+        (0, 1): FinishReason.LENGTH,
+        (1, 0): FinishReason.LENGTH,
+        (1, 1): FinishReason.STOP,
+    }
+    prompt = Prompt(id="a", text="a", input=ModelInput((7,)))
+    rollouts = []
+    for (sample_index, sequence), end in ends.items():
+        rollout = Rollout.begin(prompt, sample_index)
+        rollout.sequence, rollout.first_turn = sequence, sequence
+        rollout.append(Completion(token_ids=[1], logprobs=[-1.0], versions=[0], finish_reason=end))
+        rollouts.append(rollout)
+    batch = pack([Group(id="a", prompt=prompt, rollouts=rollouts)], mask_truncated=True)
+    assert batch.loss_mask.int().tolist() == [0, 0, 0, 0, 0, 1, 0, 1]
 
 
 def test_longest_first_to_the_emptiest_rank() -> None:

@@ -1,6 +1,8 @@
 """Metrics add up over any split."""
 
-from rlframe.types.results import EffectiveSize, Mean, Peak, Sum, merge
+import math
+
+from rlframe.types.results import EffectiveSize, Mean, MeanIfAny, Peak, Sum, merge
 
 
 def test_metrics_combine_by_kind() -> None:
@@ -19,6 +21,14 @@ def test_merge_keeps_what_only_one_share_has() -> None:
     shares = [{"a": Sum(1.0), "b": Peak(3.0)}, {"a": Sum(2.0)}, {"c": Mean(1.0, 1.0)}]
     assert merge(shares) == {"a": Sum(3.0), "b": Peak(3.0), "c": Mean(1.0, 1.0)}
     assert merge([]) == {}
+
+
+def test_merge_leaves_out_means_and_peaks_of_nothing() -> None:
+    nothing = {"a": MeanIfAny(0.0, 0.0), "b": Peak(-math.inf), "c": Mean(0.0, 0.0)}
+    assert merge([nothing, nothing]) == {"c": Mean(0.0, 0.0)}
+    assert merge([nothing, {"a": MeanIfAny(3.0, 2.0), "b": Peak(0.0)}]) == {
+        "a": MeanIfAny(3.0, 2.0), "b": Peak(0.0), "c": Mean(0.0, 0.0),
+    }  # fmt: skip
 
 
 def test_the_effective_size_of_a_whole_is_not_the_mean_of_its_parts() -> None:

@@ -102,6 +102,20 @@ def test_every_prompt_meets_the_response_of_another() -> None:
     assert not set(made) & set(zip(prompts, responses, strict=True))
 
 
+def test_no_prompt_meets_a_response_to_itself_while_half_of_the_batch_has_others() -> None:
+    # Prompts 1, 1, 2, 3, of which the first has one response twice. With one less, prompt 1 has more than half.
+    rows = [(1, 7), (1, 7), (2, 8), (3, 9)]
+    batch = Sequences(
+        token_ids=torch.tensor(rows).flatten(),
+        lengths=torch.full((4,), 2),
+        loss_mask=torch.tensor([False, True] * 4),
+    )
+    pairs = {tuple(pair) for pair in mismatched(batch).token_ids.view(-1, 2).tolist()}
+    assert not pairs & set(rows)
+    fewer = [tuple(pair) for pair in mismatched(batch.select([0, 1, 2])).token_ids.view(-1, 2).tolist()]
+    assert sorted(fewer) == [(1, 7), (1, 8), (2, 7)]
+
+
 def test_what_a_prompt_meets_does_not_depend_on_the_order() -> None:
     one, other = mismatched(BATCH), mismatched(BATCH.select([2, 0, 1]))
     assert torch.equal(one.token_ids, other.token_ids) and torch.equal(one.lengths, other.lengths)

@@ -124,6 +124,7 @@ def test_temperature_and_smallest_list_of_the_listwise_reranker() -> None:
     result = outcome(Reranker(RerankerConfig(min_documents=3)), values, batch)
     assert float(result.loss) == pytest.approx(0.504597, abs=1e-6)
     assert values.grad is not None and values.grad[:, 0].nonzero()[:, 0].tolist() == [1, 5, 9]
+    assert result.metrics["train/accuracy"] == result.metrics["train/reciprocal_rank"] == Mean(1.0, 1.0)
 
 
 def test_queries_that_a_listwise_loss_learns_nothing_from_are_counted() -> None:
@@ -142,6 +143,11 @@ def test_the_pointwise_reranker_judges_each_document_by_itself() -> None:
     assert float(result.loss) == pytest.approx((0.974077 + 0.313262 + 0.126928 + 0.693147) / 4, abs=1e-6)
     # A score above 0 calls a document relevant: wrong of the first, and of the last, which is not above it.
     assert result.metrics["train/document_accuracy"] == Mean(2.0, 4.0)
+    # Ranks take the same documents for right ones: of query 7 that of 0.9, which is the last of three.
+    values, batch = labelled([[-2.0], [1.0], [2.0], [0.0]], [0.9, 0.5, 0.1, 0.5], [7, 7, 7, 3])
+    result = outcome(Reranker(RerankerConfig(loss=RerankerLoss.POINTWISE)), values, batch)
+    assert result.metrics["train/accuracy"] == Mean(0.0, 1.0)
+    assert result.metrics["train/reciprocal_rank"] == Mean(pytest.approx(1 / 3), 1.0)
 
 
 def test_documents_that_do_not_count_are_in_no_list() -> None:

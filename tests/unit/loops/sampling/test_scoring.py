@@ -57,3 +57,12 @@ def test_it_may_score_alone() -> None:
     rollouts = [rollout(5)]
     RewardModelScorer(scores=lambda _: torch.tensor([3.0]), weight=2.0, sleep_others=lambda: None).score(rollouts)
     assert (rollouts[0].reward, rollouts[0].reward_parts) == (6.0, {"model": 3.0})
+
+
+def test_a_score_of_weight_0_is_no_reward_of_what_nobody_scored() -> None:
+    scored, unscored = rollout(5), rollout(6)
+    scored.reward, unscored.reward = 1.0, math.nan
+    scorer = RewardModelScorer(scores=lambda _: torch.tensor([3.0, 3.0]), weight=0.0, sleep_others=lambda: None)
+    scorer.score([scored, unscored])
+    assert scored.reward == 1.0 and math.isnan(unscored.reward)
+    assert scored.reward_parts == unscored.reward_parts == {"model": 3.0}

@@ -144,6 +144,10 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
             ["algorithm.dual_clip has no effect with train.num_minibatches * train.epochs_per_batch = 1"],
         ),
         (
+            ["algorithm=gspo", "algorithm.dual_clip=3"],
+            ["algorithm.dual_clip has no effect with train.num_minibatches * train.epochs_per_batch = 1"],
+        ),
+        (
             ["algorithm.ratio_cap=3"],
             ["algorithm.ratio_cap has no effect with train.num_minibatches * train.epochs_per_batch = 1"],
         ),

@@ -151,6 +151,16 @@ def test_what_does_not_bound_old_tokens_is_told(overrides: list[str], reason: st
     assert reason in caution
 
 
+@pytest.mark.parametrize(("setting", "is_told"), [("false", True), ("true", False)])
+def test_an_estimator_of_the_kl_whose_gradient_is_noise_is_told(setting: str, is_told: bool) -> None:
+    kl = ["algorithm.kl_coefficient=0.1", f"algorithm.kl_in_reward={setting}"]
+    found = cautions("algorithm=rloo", *kl)
+    assert [("kl_estimator=k1 in the loss is 0" in each, "kl_estimator=k2" in each) for each in found] == [
+        (True, True)
+    ] * is_told
+    assert cautions("algorithm=rloo") == cautions("algorithm=rloo", *kl, "algorithm.kl_estimator=k2") == []
+
+
 def test_the_facts_of_a_run_have_its_lag() -> None:
     assert load("grpo_qwen3_moe", AHEAD).facts == RunFacts(
         updates_per_batch=1, reward_names=("exact_match",), max_policy_lag=2

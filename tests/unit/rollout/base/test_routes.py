@@ -139,6 +139,10 @@ def test_engines_that_cannot_tell_say_why():
     assert list(SglangConfig().route_faults(cuda=False)) == list(VllmConfig().route_faults(cuda=True)) == []
     (fault,) = map(str, SglangConfig(stop=["x"]).route_faults(cuda=True))
     assert fault.startswith("rollout.stop must be empty if rollout.name=sglang is to return routed experts")
+    (fault,) = map(str, SglangConfig(engine_options={"enable_hierarchical_cache": True}).route_faults(cuda=True))
+    assert fault.startswith(
+        "rollout.engine_options.enable_hierarchical_cache must not be set if rollout.name=sglang is to"
+    )
     assert list(VllmConfig(stop=["x"]).route_faults(cuda=False)) == []
     (fault,) = map(str, VllmConfig(moe_backend=MoeBackend.AUTO).route_faults(cuda=True))
     assert fault.startswith("rollout.moe_backend must be triton") and fault.endswith("got auto")

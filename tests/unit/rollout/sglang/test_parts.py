@@ -11,7 +11,7 @@ from rlframe import models
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.sampling import draw, keep_likely, uniforms
 from rlframe.rollout.sglang import epochs
-from rlframe.rollout.sglang.config import OWN_OPTIONS, SglangConfig
+from rlframe.rollout.sglang.config import OWN_OPTIONS, REFUSED_OPTIONS, SglangConfig
 from rlframe.rollout.sglang.launch import engine_arguments
 from rlframe.rollout.sglang.sampler import FIRST_POSITION, MIN_TOKENS, note, sample
 from rlframe.utils.errors import ConfigError
@@ -42,8 +42,8 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], rule: str):
         SglangConfig(**settings)
 
 
-@pytest.mark.parametrize("name", sorted(OWN_OPTIONS))
-def test_what_the_engine_sets_itself_is_no_further_option(name: str):
+@pytest.mark.parametrize("name", sorted(OWN_OPTIONS | REFUSED_OPTIONS.keys()))
+def test_what_the_engine_sets_itself_or_would_be_wrong_with_is_no_further_option(name: str):
     with pytest.raises(ValueError, match=f"engine_options must not hold {name}"):
         SglangConfig(engine_options={name: 1})
 

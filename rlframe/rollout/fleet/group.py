@@ -58,8 +58,8 @@ class RolloutGroup(DestinationGroup):
         """Starts the processes; `start` builds the engines."""
         self.setup = setup
         self.start_timeout_s = start_timeout_s
-        folder = resolve(setup.model)
-        self.max_positions = load_family(folder).architecture(read_config(folder)).max_positions
+        self.max_positions = max_positions(setup)
+        """Greatest number of tokens of a sequence that the engines take."""
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
         self.max_calls: int = engine_class.max_calls
         self.version: int | None = None
@@ -309,6 +309,13 @@ class EvaluationEngines(RolloutGroup):
     """Engines of the policy that evaluate and do nothing else."""
 
     role = "evaluation"
+
+
+def max_positions(setup: RolloutSetup) -> int:
+    """Returns the greatest number of tokens of a sequence that engines with these settings take."""
+    folder = resolve(setup.model)
+    positions = load_family(folder).architecture(read_config(folder)).max_positions
+    return min(positions, setup.rollout.sequence_tokens or positions)
 
 
 def flat(lists: Sequence[list[Any]]) -> list[Any]:

@@ -248,13 +248,16 @@ class RolloutGroup(DestinationGroup):
     def metrics(self) -> dict[str, float]:
         """Returns metrics of the engines: restarts so far, memory at the last sync, bytes that the last sleep freed,
         and what became of drafts since the last call."""
-        metrics = {"rollout/engine_restarts": float(self.num_restarts), **of_role("engine", self._memory)}
+        metrics = of_role("engine", self._memory)
         if self.setup.rollout.speculative is not None:
-            calls = self.workers.ask_all(EngineWorker.drafts)
-            metrics |= sum(self.workers.wait(calls, doing="counts of drafts"), Drafts()).metrics()
+            # Those of the engines that had answered before another was found dead are lost.
+            counts = self.retry_after_restart(
+                lambda: self.workers.wait(self.workers.ask_all(EngineWorker.drafts), doing="counts of drafts")
+            )
+            metrics |= sum(counts, Drafts()).metrics()
         if self._freed_bytes is not None:
             metrics["memory/engine_freed_bytes"] = float(self._freed_bytes)
-        return metrics
+        return metrics | {"rollout/engine_restarts": float(self.num_restarts)}
 
     def engines(self) -> list[int]:
         """See DestinationGroup."""

@@ -79,7 +79,7 @@ class Chosen(threading.local):
     """The experts of a thread's last forward pass: others may compute with the same model meanwhile."""
 
     def __init__(self, num_layers: int):
-        """Is called by each thread."""
+        """Begins anew in each thread."""
         self.layers: list[Tensor | None] = [None] * num_layers
 
 

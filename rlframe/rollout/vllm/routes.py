@@ -106,7 +106,7 @@ class RouteRecord:
         self._kept: dict[str, Rows] = {}
         """Experts of requests that have ended or left the batch, by the names of their records."""
         self._left: dict[str, int] = {}
-        """How many tokens of a request had experts when it last left the batch, by vLLM's name of it."""
+        """Number of tokens of a request whose experts were there when it last left the batch, by vLLM's name of it."""
         self._waiting: deque[Step | Place] = deque()
         self._scheduled: Mapping[str, int] = {}
         """Tokens of each request in the last step, by vLLM's name of it."""

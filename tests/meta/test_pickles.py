@@ -11,6 +11,7 @@ BETWEEN_PROCESSES = {
     "rlframe/data/parallel.py",
     "rlframe/megatron/worker/worker.py",
     "rlframe/processes/worker.py",
+    "rlframe/rollout/sglang/answers.py",
     "rlframe/rollout/sglang/engine.py",
     "rlframe/rollout/sglang/host.py",
     "rlframe/rollout/sglang/launch.py",

@@ -4,6 +4,7 @@ way.
 arXiv 2510.11370 calls the method rollout routing replay (R3).
 """
 
+import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,6 +75,14 @@ class Routers:
         return routes
 
 
+class Chosen(threading.local):
+    """The experts of a thread's last forward pass: others may compute with the same model meanwhile."""
+
+    def __init__(self, num_layers: int):
+        """Begins anew in each thread."""
+        self.layers: list[Tensor | None] = [None] * num_layers
+
+
 class RouteRecorder:
     """Notes which experts the routers of a transformers model choose."""
 
@@ -84,15 +93,15 @@ class RouteRecorder:
         self.dtype = torch.uint8 if routers.dtype is np.uint8 else torch.int16
         modules = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
         assert len(modules) == len(routers.layers), "one module of experts for each layer that has some"
-        self._chosen: list[Tensor | None] = [None] * len(modules)
+        self._chosen = Chosen(len(modules))
         for place, module in enumerate(modules):
             module.register_forward_pre_hook(partial(self._note, place))
 
     def _note(self, place: int, module: Any, arguments: tuple) -> None:
-        self._chosen[place] = arguments[1]
+        self._chosen.layers[place] = arguments[1]
 
     def last(self) -> Int[Tensor, "N layers k"]:
-        """Returns [N, layers, k], the experts of each token of the last forward pass, padding included."""
-        chosen = [each for each in self._chosen if each is not None]
-        assert len(chosen) == len(self._chosen), "a forward pass came before"
+        """Returns [N, layers, k], the experts of each token of this thread's last forward pass, padding included."""
+        chosen = [each for each in self._chosen.layers if each is not None]
+        assert len(chosen) == len(self._chosen.layers), "a forward pass came before"
         return torch.stack(chosen, dim=1).to(self.dtype)

@@ -58,8 +58,8 @@ class RolloutGroup(DestinationGroup):
         """Starts the processes; `start` builds the engines."""
         self.setup = setup
         self.start_timeout_s = start_timeout_s
-        folder = resolve(setup.model)
-        self.max_positions = load_family(folder).architecture(read_config(folder)).max_positions
+        self.max_positions = max_positions(setup)
+        """Greatest number of tokens of a sequence that the engines take."""
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
         self.max_calls: int = engine_class.max_calls
         self.version: int | None = None
@@ -248,13 +248,16 @@ class RolloutGroup(DestinationGroup):
     def metrics(self) -> dict[str, float]:
         """Returns metrics of the engines: restarts so far, memory at the last sync, bytes that the last sleep freed,
         and what became of drafts since the last call."""
-        metrics = {"rollout/engine_restarts": float(self.num_restarts), **of_role("engine", self._memory)}
+        metrics = of_role("engine", self._memory)
         if self.setup.rollout.speculative is not None:
-            calls = self.workers.ask_all(EngineWorker.drafts)
-            metrics |= sum(self.workers.wait(calls, doing="counts of drafts"), Drafts()).metrics()
+            # Those of the engines that had answered before another was found dead are lost.
+            counts = self.retry_after_restart(
+                lambda: self.workers.wait(self.workers.ask_all(EngineWorker.drafts), doing="counts of drafts")
+            )
+            metrics |= sum(counts, Drafts()).metrics()
         if self._freed_bytes is not None:
             metrics["memory/engine_freed_bytes"] = float(self._freed_bytes)
-        return metrics
+        return metrics | {"rollout/engine_restarts": float(self.num_restarts)}
 
     def engines(self) -> list[int]:
         """See DestinationGroup."""
@@ -309,6 +312,13 @@ class EvaluationEngines(RolloutGroup):
     """Engines of the policy that evaluate and do nothing else."""
 
     role = "evaluation"
+
+
+def max_positions(setup: RolloutSetup) -> int:
+    """Returns the greatest number of tokens of a sequence that engines with these settings take."""
+    folder = resolve(setup.model)
+    positions = load_family(folder).architecture(read_config(folder)).max_positions
+    return min(positions, setup.rollout.sequence_tokens or positions)
 
 
 def flat(lists: Sequence[list[Any]]) -> list[Any]:

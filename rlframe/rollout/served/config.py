@@ -1,6 +1,6 @@
 """ServedConfig: the settings common to engines that run in processes of their own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
@@ -23,6 +23,8 @@ class ServedConfig(RolloutConfig):
     own_options: ClassVar[frozenset[str]] = frozenset()
     """Engine arguments that users must not set: they have a setting of their own, or the engine's correctness depends
     on them."""
+    refused_options: ClassVar[Mapping[str, str]] = {}
+    """Engine arguments that nothing sets, because rlframe would be wrong with them, each with the reason."""
 
     tp: Annotated[int, Range(1, 1024)] = 1
     """Number of devices over which each engine splits the model."""
@@ -60,7 +62,8 @@ class ServedConfig(RolloutConfig):
     enable_prefix_caching: bool = True
     """Whether equal prompt beginnings, such as those of a group, share their keys and values."""
     engine_options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the engine, under the engine's own names."""
+    """Further arguments of the engine, under the engine's own names. Those that another setting sets are refused, and
+    those with which samples or weight sync would be wrong."""
 
     def __post_init__(self) -> None:
         # dataclass(slots=True) creates a new class, which breaks zero-argument super().
@@ -77,6 +80,8 @@ class ServedConfig(RolloutConfig):
             )
         if own := sorted(self.own_options & self.engine_options.keys()):
             raise SettingError("engine_options", f"must not hold {own[0]}", why="another setting of rollout sets it")
+        if refused := sorted(self.refused_options.keys() & self.engine_options.keys()):
+            raise SettingError("engine_options", f"must not hold {refused[0]}", why=self.refused_options[refused[0]])
 
     @property
     def engine_format(self) -> EngineFormat:

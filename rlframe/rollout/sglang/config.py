@@ -41,6 +41,22 @@ OWN_OPTIONS = frozenset(
 )
 """Engine arguments that users must not set: they have a setting of their own, or the engine's correctness depends on
 them."""
+STALE = "keys and values outside of the engine's own cache outlive a weight sync"
+RANKS = "an engine has rollout.tp ranks, to each of which weight sync speaks; rollout.num_engines starts more engines"
+REFUSED_OPTIONS = {
+    "disaggregation_mode": "an engine computes prompts and responses",
+    "dp_size": RANKS,
+    "enable_eplb": "SGLang would move experts to other memory than weight sync writes them to",
+    "enable_flexkv": STALE,
+    "enable_lmcache": STALE,
+    # Emptying the cache does not empty it (0.5.23, `UnifiedRadixCache.reset`); a call of its own does.
+    "hicache_storage_backend": STALE,
+    "incremental_streaming_output": "an output holds the whole response so far, whose end is looked for in it",
+    "max_queued_requests": "requests of a whole batch wait in SGLang's queue, which would refuse them",
+    "pp_size": RANKS,
+    "preferred_sampling_params": "logprobs are those of the settings of rollout, by which alone tokens are drawn",
+}
+"""Engine arguments with which rlframe would be wrong, each with the reason."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +64,7 @@ class SglangConfig(ServedConfig):
     """Settings of SGLang."""
 
     own_options = OWN_OPTIONS
+    refused_options = REFUSED_OPTIONS
 
     name: str = "sglang"
     """The name of this folder."""
@@ -107,4 +124,12 @@ class SglangConfig(ServedConfig):
                 "must be empty if rollout.name=sglang is to return routed experts: it returns them only for responses "
                 "that end by a stop token or by their length",
                 got=self.stop,
+            )
+        if self.engine_options.get("enable_hierarchical_cache"):
+            yield Fault(
+                "rollout.engine_options.enable_hierarchical_cache",
+                "must not be set if rollout.name=sglang is to return routed experts",
+                why="keys and values that come back from host memory lie in another place, which has the experts of "
+                "others",
+                hint="remove it",
             )

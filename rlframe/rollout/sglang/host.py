@@ -11,8 +11,7 @@ import inspect
 import pickle
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -29,6 +28,7 @@ from sglang.srt.server_args import ServerArgs
 from rlframe.models import remote_code, tokenizer
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.pending import spelled, top_logprobs
+from rlframe.rollout.sglang.answers import serve
 from rlframe.rollout.sglang.border import SCHEDULER_CALL, Answer, EngineHost, SchedulerRank
 from rlframe.rollout.sglang.launch import Launch
 from rlframe.rollout.sglang.sampler import FIRST_POSITION, MIN_TOKENS
@@ -37,7 +37,7 @@ from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import FinishReason, GenerationRequest
 from rlframe.utils.calls import RankCall
-from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
+from rlframe.utils.errors import ConfigError, WeightSyncFailed
 
 REPLY_S = 600.0
 """Seconds that a rank may answer a call later than the first."""
@@ -71,40 +71,9 @@ class Host(EngineHost):
 
     def serve(self, connection: Connection) -> None:
         """Answers calls until the other end closes."""
-        self._engine.loop.run_until_complete(self._serve(connection))
+        self._engine.loop.run_until_complete(serve(self, connection))
         self._engine.shutdown()
         self._folder.cleanup()
-
-    async def _serve(self, connection: Connection) -> None:
-        loop, closed, tasks = asyncio.get_running_loop(), asyncio.Event(), set()
-
-        def begin(number: int, call: RankCall[EngineHost, Coroutine[Any, Any, Any]]) -> None:
-            task = loop.create_task(self._answer(connection, number, call))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-        def read() -> None:
-            try:
-                while True:
-                    loop.call_soon_threadsafe(begin, *pickle.loads(connection.recv_bytes()))
-            except (EOFError, OSError):
-                loop.call_soon_threadsafe(closed.set)
-
-        threading.Thread(target=read, name="calls", daemon=True).start()
-        await closed.wait()
-
-    async def _answer(
-        self, connection: Connection, number: int, call: RankCall[EngineHost, Coroutine[Any, Any, Any]]
-    ) -> None:
-        result, failure = None, None
-        try:
-            result = await call.on(self)
-        except RlframeError as error:
-            failure = error
-        except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            # The border of the process.
-            failure = RlframeError(f"SGLang: {error!r}")
-        connection.send_bytes(pickle.dumps((number, result, failure)))
 
     async def generate(self, name: str, request: GenerationRequest) -> Answer:
         """Samples until the request ends."""

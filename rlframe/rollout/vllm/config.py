@@ -40,6 +40,9 @@ OWN_OPTIONS = frozenset(
         "moe_backend",
         "quantization",
         "skip_tokenizer_init",
+        "spec_method",
+        "spec_model",
+        "spec_tokens",
         "speculative_config",
         "stream_interval",
         "tensor_parallel_size",
@@ -49,6 +52,22 @@ OWN_OPTIONS = frozenset(
 )
 """Engine arguments that users must not set: they have a setting of their own, or the engine's correctness depends on
 them."""
+STALE = "keys and values outside of the engine's own cache outlive a weight sync, and have no experts for router replay"
+RANKS = "an engine has rollout.tp ranks, to each of which weight sync speaks; rollout.num_engines starts more engines"
+QUEUE = "requests of a whole batch wait in vLLM's queue, which would refuse them"
+REFUSED_OPTIONS = {
+    "data_parallel_size": RANKS,
+    "enable_eplb": "vLLM would move experts to other memory than weight sync writes them to",
+    # Not every connector can be emptied, and those that cannot say nothing of it (vLLM 0.32,
+    # `KVConnectorBase_V1.reset_cache`).
+    "kv_offloading_size": STALE,
+    "kv_transfer_config": STALE,
+    "max_num_queued_reqs": QUEUE,
+    "max_num_queued_tokens": QUEUE,
+    "pipeline_parallel_size": RANKS,
+    "prefill_context_parallel_size": RANKS,
+}
+"""Engine arguments with which rlframe would be wrong, each with the reason."""
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules whose adapters rlframe writes into vLLM."""
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -87,6 +106,7 @@ class VllmConfig(ServedConfig):
     """Settings of vLLM."""
 
     own_options = OWN_OPTIONS
+    refused_options = REFUSED_OPTIONS
 
     name: str = "vllm"
     """The name of this folder."""

@@ -96,7 +96,7 @@ class VllmEngine(ServedEngine, ProfilesItself):
             folder: model and tokenizer in Hugging Face format.
             device: "cuda" or "cpu".
             random_seed: seed from which the weights are drawn; the folder then needs none.
-            with_routes: completions carry their routed experts. Requests must have no stop strings.
+            with_routes: completions carry their routed experts.
             adapter: adapters of every request, whose values weight sync brings.
             float32_logits: see ModelConfig.
             with_mtp: see RolloutEngine.

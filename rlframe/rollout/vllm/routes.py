@@ -6,7 +6,7 @@ it has ended. Tokens that share keys and values share their experts too, so that
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,8 +81,8 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The end of a request, whose blocks of the cache later steps may write again."""
+class Place:
+    """The blocks of the cache that a request has had until now. Later steps may write them again."""
 
     key: str
     blocks: list[int]
@@ -104,14 +104,18 @@ class RouteRecord:
         self._keys: dict[str, str] = {}
         """Names of records by vLLM's name of a running request."""
         self._kept: dict[str, Rows] = {}
-        """Experts of requests that have ended, by the names of their records."""
-        self._waiting: deque[Step | End] = deque()
+        """Experts of requests that have ended or left the batch, by the names of their records."""
+        self._left: dict[str, int] = {}
+        """Number of tokens of a request whose experts were there when it last left the batch, by vLLM's name of it."""
+        self._waiting: deque[Step | Place] = deque()
+        self._scheduled: Mapping[str, int] = {}
+        """Tokens of each request in the last step, by vLLM's name of it."""
         self._num_tokens = 0
         """Tokens of the last step, while its experts are not in `_waiting` yet."""
 
     def schedule(self, scheduler_output: Any) -> None:
-        """Records the tokens of the last step, and notes which requests have ended. The device does not wait for it.
-        Must be called before vLLM forgets those requests and prepares the next step.
+        """Records the tokens of the last step, and notes the places of requests that have ended or leave the batch. The
+        device does not wait for it. Must be called before vLLM forgets those requests and prepares the next step.
 
         Args:
             scheduler_output: what the next step computes.
@@ -119,9 +123,14 @@ class RouteRecord:
         self._add()
         self._num_tokens = scheduler_output.total_num_scheduled_tokens
         for name in scheduler_output.finished_req_ids:
-            key = self._keys.pop(name, None)
-            if key is not None:
-                self._waiting.append(End(key, self._blocks(name)))
+            self._end(name)
+        # vLLM may have given the blocks of these to others in this step, and they may end before they come back. Not
+        # `preempted_req_ids`, which vLLM 0.26 and 0.32 have for model runner V2. What an emptied cache has preempted
+        # may be back at once.
+        before, now = self._scheduled.keys(), scheduler_output.num_scheduled_tokens.keys()
+        for name in (before - now) | (before & scheduler_output.scheduled_cached_reqs.resumed_req_ids):
+            self._keep(name)
+        self._scheduled = scheduler_output.num_scheduled_tokens
         self._read_arrived()
 
     def begin(self, name: str, key: str) -> None:
@@ -131,16 +140,30 @@ class RouteRecord:
     def take(self, key: str, num_rows: int) -> Rows:
         """Returns the experts of the first `num_rows` tokens of a request, and ends its record."""
         self._add()
-        while self._waiting:
-            self._read(self._waiting.popleft())
-        if key in self._kept:
-            return self._kept.pop(key)[:num_rows].copy()
         # vLLM tells the worker of an end with the next step only.
         name = next((name for name, each in self._keys.items() if each == key), None)
-        if name is None:
-            return self._flat[:0]
-        del self._keys[name]
-        return self._of(self._blocks(name))[:num_rows]
+        if name is not None:
+            self._end(name)
+        while self._waiting:
+            self._read(self._waiting.popleft())
+        return self._kept.pop(key, self._flat[:0])[:num_rows].copy()
+
+    def _end(self, name: str) -> None:
+        """Ends the record of a request, if it has one."""
+        self._keep(name)
+        self._keys.pop(name, None)
+        self._left.pop(name, None)
+
+    def _keep(self, name: str) -> None:
+        """Notes the place of the experts of a request that has a record. It has none outside of the batch, nor before
+        what it had lost there is computed again; what was kept when it left then stays."""
+        if name not in self._keys or name not in self._scheduled:
+            return
+        state = self._runner.requests[name]
+        num_rows = state.num_computed_tokens + self._scheduled[name]
+        if num_rows >= self._left.get(name, 0):
+            self._left[name] = num_rows
+            self._waiting.append(Place(self._keys[name], list(state.block_ids[self._group])))
 
     def _add(self) -> None:
         chosen = self._capture.chosen
@@ -158,12 +181,6 @@ class RouteRecord:
             slots, chosen = slots.clone(), chosen.clone()
         self._waiting.append(Step(slots, chosen, arrived))
 
-    def _blocks(self, name: str) -> list[int]:
-        return list(self._runner.requests[name].block_ids[self._group])
-
-    def _of(self, blocks: list[int]) -> Rows:
-        return self._cache[blocks].reshape(-1, *self._cache.shape[2:])
-
     def _read_arrived(self) -> None:
         while self._waiting:
             first = self._waiting[0]
@@ -171,9 +188,9 @@ class RouteRecord:
                 return
             self._read(self._waiting.popleft())
 
-    def _read(self, entry: Step | End) -> None:
-        if isinstance(entry, End):
-            self._kept[entry.key] = self._of(entry.blocks)
+    def _read(self, entry: Step | Place) -> None:
+        if isinstance(entry, Place):
+            self._kept[entry.key] = self._cache[entry.blocks].reshape(-1, *self._cache.shape[2:])
             return
         if entry.arrived is not None:
             entry.arrived.synchronize()

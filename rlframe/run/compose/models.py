@@ -159,18 +159,17 @@ def judge(parts: Parts, placement: Placement) -> Scorer | None:
         **parts.limits(),
     )
     words = tokenizer.load(resolve(config.model))
-    limit = engines.max_positions if config.engine.sequence_tokens is None else config.engine.sequence_tokens
     setup = replace(
         runner_setup(parts, engines, rewarded=False),
         environment=EnvironmentConfig(),
         tokenizer=words,
-        max_positions=limit,
+        max_positions=engines.max_positions,
     )
     attempts = Attempts(engines, setup, role="judge_runner", **parts.limits())
     parts.stack.callback(attempts.close)
     engines.start()
     sampling = config.engine.sampling(greedy=True)
-    ask = EngineReplies(attempts=attempts, tokenizer=words, sampling=sampling, max_positions=limit)
+    ask = EngineReplies(attempts=attempts, tokenizer=words, sampling=sampling, max_positions=engines.max_positions)
     return JudgeScorer(ask=ask, config=config, weight=config.weight)
 
 

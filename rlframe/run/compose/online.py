@@ -215,9 +215,8 @@ def sharing(parts: Parts, models_trained: Trained, rollout: RolloutGroup) -> lis
 def probe(parts: Parts, policy: PolicyGroup, prompts: PromptSource, rollout: RolloutGroup) -> Probe:
     """Returns a probe on the first held-out prompts, or on prompts to train on where none are held out."""
     config = parts.config
-    limits = (rollout.max_positions, config.rollout.sequence_tokens, config.train.sequence_tokens)
     # An engine that scores may have to sample one token after the last.
-    longest = min(limit - 1 for limit in limits if limit is not None)
+    longest = min(rollout.max_positions, config.train.sequence_tokens) - 1
     sequences = probe_sequences(
         prompts.evaluation_prompts() or prompts.first(MIN_SEQUENCES + 1),
         count=max(MIN_SEQUENCES, policy.parallel.dp),

@@ -124,12 +124,16 @@ def test_the_record_has_vllms_own_logprobs_bit_for_bit(case: Case, settings: dic
 
 @pytest.mark.parametrize("kind", [param("vllm")])
 def test_requests_that_vllm_preempts_have_the_logprobs_and_experts_of_their_tokens(kind: Kind, folder: Path):
-    """The cache has room for half of what they need."""
+    """The cache has room for half of what they need. Some have spelled a stop string when vLLM preempts them."""
     engine = kind.start(folder, max_model_len=256, engine_options={"block_size": 32, "num_gpu_blocks_override": 20})
     engine.gate.commit(3)
-    requests = make_requests(12, sampling=SamplingParams(max_tokens=100, min_tokens=100))
     model = transformers_model(folder, load_file(folder / "model.safetensors"))
-    for request, completion in zip(requests, engine.generate(requests), strict=True):
+    batches = [make_requests(12, sampling=SamplingParams(max_tokens=100, min_tokens=100))]
+    for least in (47, 48, 49, 50):
+        sampling = SamplingParams(max_tokens=100, min_tokens=least, stop=("1", "e"))
+        batches.append(make_requests(24, sampling=sampling))
+    done = [engine.generate(batch) for batch in batches]
+    for request, completion in zip(itertools.chain(*batches), itertools.chain(*done), strict=True):
         expected = nats(model, request, completion.token_ids.tolist())
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
         assert completion.routes is not None

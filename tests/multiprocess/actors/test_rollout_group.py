@@ -29,6 +29,7 @@ from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import resolve
 from rlframe.rollout.base.config import EngineDtype
+from rlframe.rollout.base.speculative import SpeculativeConfig
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
@@ -439,10 +440,12 @@ def test_both_engines_may_die_at_once(group: RolloutGroup, attempts: Attempts):
 def test_an_engine_that_dies_while_nothing_is_asked_is_replaced(group: RolloutGroup):
     sequences = [prompt.input for prompt in PROMPTS]
     scores, restarts, setup = group.score(sequences), group.num_restarts, group.setup
-    group.setup = replace(setup, rollout=replace(setup.rollout, max_restarts=restarts + 1))
+    rollout = replace(setup.rollout, max_restarts=restarts + 2, speculative=SpeculativeConfig())
+    group.setup = replace(setup, rollout=rollout)
     os.kill(group.workers.infos[0].pid, signal.SIGKILL)
     assert group.score(sequences) == scores
-    assert group.num_restarts == restarts + 1
+    os.kill(group.workers.infos[1].pid, signal.SIGKILL)
+    assert group.metrics()["rollout/engine_restarts"] == group.num_restarts == restarts + 2
     group.setup = setup
 
 

@@ -91,6 +91,28 @@ def test_the_experts_of_given_tokens_are_those_with_which_they_were_sampled(tmp_
         assert np.array_equal(np.sort(given.routes, -1), np.sort(sampled.routes, -1))
 
 
+def test_sequences_that_are_scored_meanwhile_leave_a_response_its_experts(tmp_path: Path):
+    engine = start(make_with_tokenizer("qwen3_moe", tmp_path))
+    requests = make_requests(3, sampling=SamplingParams(max_tokens=12))
+    alone = engine.generate(requests)
+    sequences = [request.input.then(np.arange(5, 25)) for request in requests[:2]]
+    scored = engine.score_with_routes(sequences)
+    main, meanwhile = threading.current_thread(), []
+
+    def score(*arguments: object) -> None:
+        # Between a forward pass of the decode loop and what it reads of it.
+        if threading.current_thread() is main:
+            scoring = threading.Thread(target=lambda: meanwhile.append(engine.score_with_routes(sequences)))
+            scoring.start()
+            scoring.join()
+
+    engine.model.register_forward_hook(score)
+    for once, again in zip(alone, engine.generate(requests), strict=True):
+        assert np.array_equal(once.routes, again.routes) and once.token_ids.tolist() == again.token_ids.tolist()
+    for one, other in zip(meanwhile[-1], scored, strict=True):
+        assert np.array_equal(one.routes, other.routes)
+
+
 def test_tokens_before_a_sync_within_the_response_keep_what_they_were_sampled_with(tmp_path: Path):
     folder = make_with_tokenizer("qwen3_moe", tmp_path / "old")
     engine = start(folder)
@@ -139,6 +161,10 @@ def test_engines_that_cannot_tell_say_why():
     assert list(SglangConfig().route_faults(cuda=False)) == list(VllmConfig().route_faults(cuda=True)) == []
     (fault,) = map(str, SglangConfig(stop=["x"]).route_faults(cuda=True))
     assert fault.startswith("rollout.stop must be empty if rollout.name=sglang is to return routed experts")
+    (fault,) = map(str, SglangConfig(engine_options={"enable_hierarchical_cache": True}).route_faults(cuda=True))
+    assert fault.startswith(
+        "rollout.engine_options.enable_hierarchical_cache must not be set if rollout.name=sglang is to"
+    )
     assert list(VllmConfig(stop=["x"]).route_faults(cuda=False)) == []
     (fault,) = map(str, VllmConfig(moe_backend=MoeBackend.AUTO).route_faults(cuda=True))
     assert fault.startswith("rollout.moe_backend must be triton") and fault.endswith("got auto")

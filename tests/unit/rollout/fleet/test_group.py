@@ -1,6 +1,14 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from rlframe.cluster.config import Device
+from rlframe.models.config import ModelConfig
+from rlframe.rollout.base.config import EngineDtype
+from rlframe.rollout.fleet.group import max_positions
+from rlframe.rollout.fleet.worker import RolloutSetup
+from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, Rollout, Span
@@ -30,3 +38,16 @@ def test_a_rollout_of_two_turns_lines_up():
     assert rollout.routes[:, 0].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
     assert rollout.finish_reason is FinishReason.LENGTH
     assert rollout.sample_index == 1
+
+
+def test_engines_take_sequences_up_to_their_own_limit_below_the_models_positions():
+    """Attempts of several turns end there, as the engine would refuse the request."""
+    setup = RolloutSetup(
+        rollout=VllmConfig(max_model_len=96),
+        model=ModelConfig(path="qwen3_moe_tiny"),
+        dtype=EngineDtype.FLOAT32,
+        device=Device.CPU,
+        seed=0,
+    )
+    assert max_positions(setup) == 96
+    assert max_positions(replace(setup, rollout=VllmConfig())) == 2048

@@ -1,5 +1,8 @@
 """What of the SGLang engine needs no SGLang: its settings and its draw."""
 
+import asyncio
+import pickle
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +14,12 @@ from rlframe import models
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.sampling import draw, keep_likely, uniforms
 from rlframe.rollout.sglang import epochs
-from rlframe.rollout.sglang.config import OWN_OPTIONS, SglangConfig
+from rlframe.rollout.sglang.answers import serve
+from rlframe.rollout.sglang.config import OWN_OPTIONS, REFUSED_OPTIONS, SglangConfig
 from rlframe.rollout.sglang.launch import engine_arguments
 from rlframe.rollout.sglang.sampler import FIRST_POSITION, MIN_TOKENS, note, sample
-from rlframe.utils.errors import ConfigError
+from rlframe.utils.calls import RankCall
+from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 
 ALL = 1 << 30
 """SGLang's top_k for none."""
@@ -42,8 +47,8 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], rule: str):
         SglangConfig(**settings)
 
 
-@pytest.mark.parametrize("name", sorted(OWN_OPTIONS))
-def test_what_the_engine_sets_itself_is_no_further_option(name: str):
+@pytest.mark.parametrize("name", sorted(OWN_OPTIONS | REFUSED_OPTIONS.keys()))
+def test_what_the_engine_sets_itself_or_would_be_wrong_with_is_no_further_option(name: str):
     with pytest.raises(ValueError, match=f"engine_options must not hold {name}"):
         SglangConfig(engine_options={name: 1})
 
@@ -129,6 +134,52 @@ def test_a_cache_of_a_given_size_holds_as_many_tokens_on_any_device():
 def test_experts_are_shared_out_over_all_ranks_or_none():
     assert arguments_of(torch.bfloat16, cuda=True, tp=4)["ep_size"] == 1
     assert arguments_of(torch.bfloat16, cuda=True, tp=4, expert_parallel=True)["ep_size"] == 4
+
+
+class Calls:
+    """A host whose calls end in all ways."""
+
+    async def result(self) -> int:
+        return 5
+
+    async def error(self) -> None:
+        # Of no kind that a caller could list, as fastapi's HTTPException is in the process of SGLang.
+        raise type("HTTPException", (Exception,), {})("The request queue is full.")
+
+    async def own_error(self) -> None:
+        raise WeightSyncFailed("not synced")
+
+    async def no_message(self) -> Any:
+        return lambda: None
+
+    async def cancelled(self) -> None:
+        raise asyncio.CancelledError
+
+    def no_coroutine(self) -> None:
+        pass
+
+
+def test_every_call_is_answered_whatever_it_raises_or_returns():
+    ours, theirs = Pipe()
+    host: Any = Calls()
+    calls = [Calls.result, Calls.error, Calls.own_error, Calls.no_message, Calls.cancelled, Calls.no_coroutine]
+    for number, method in enumerate(calls):
+        ours.send_bytes(pickle.dumps((number, RankCall.of(method))))
+
+    async def served() -> list[tuple[int, Any, Any]]:
+        serving = asyncio.create_task(serve(host, theirs))
+        answers = await asyncio.to_thread(lambda: [ours.recv() for _ in calls if ours.poll(10)])
+        ours.close()
+        await serving
+        return answers
+
+    answers = {number: (result, failure) for number, result, failure in asyncio.run(served())}
+    assert answers[0] == (5, None)
+    assert {type(failure) for _, failure in answers.values()} == {type(None), RlframeError, WeightSyncFailed}
+    assert str(answers[1][1]) == "SGLang: HTTPException('The request queue is full.')"
+    assert str(answers[2][1]) == "not synced"
+    assert "pickle" in str(answers[3][1]) and str(answers[4][1]) == "SGLang: CancelledError()"
+    assert "TypeError" in str(answers[5][1])
 
 
 def batch(*rows: tuple[int, int, int]) -> Any:

@@ -5,7 +5,7 @@ import pytest
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.config import CacheFormat
 from rlframe.rollout.base.speculative import SpeculativeConfig
-from rlframe.rollout.vllm.config import VllmConfig, slot_rank
+from rlframe.rollout.vllm.config import OWN_OPTIONS, REFUSED_OPTIONS, VllmConfig, slot_rank
 from rlframe.rollout.vllm.launch import CPU_CACHE_BYTES, LEAST_CLAIM, memory_options
 
 
@@ -52,7 +52,6 @@ def architecture(**changes: Any) -> Architecture:
             "kv_cache_gb and gpu_memory_utilization both decide the size of the cache",
         ),
         ({"expert_parallel": True}, "expert_parallel needs tp above 1"),
-        ({"engine_options": {"stream_interval": 4}}, "engine_options must not hold stream_interval"),
         ({"temperature": 0.0}, "temperature must be above 0"),
         (
             {"compile": False, "engine_options": {"compilation_config": {"mode": 3}}},
@@ -63,6 +62,12 @@ def architecture(**changes: Any) -> Architecture:
 def test_values_out_of_range_are_refused_by_name(values: dict, message: str):
     with pytest.raises(ValueError, match=message):
         VllmConfig(**values)
+
+
+@pytest.mark.parametrize("name", sorted(OWN_OPTIONS | REFUSED_OPTIONS.keys()))
+def test_what_the_engine_sets_itself_or_would_be_wrong_with_is_no_further_option(name: str):
+    with pytest.raises(ValueError, match=f"engine_options must not hold {name}"):
+        VllmConfig(engine_options={name: 1})
 
 
 def test_an_engine_takes_tp_devices_and_as_long_sequences_as_it_says():

@@ -37,17 +37,31 @@ class Worker:
         capture: Any = SimpleNamespace(chosen=self.chosen, shape=(1, 1), dtype=np.uint8)
         self.record = RouteRecord(capture, runner)
 
-    def step(self, tokens: dict[str, list[int]], *, blocks: dict[str, list[int]], ended: Sequence[str] = ()) -> None:
+    def step(
+        self,
+        tokens: dict[str, list[int]],
+        *,
+        blocks: dict[str, list[int]],
+        ended: Sequence[str] = (),
+        resumed: Sequence[str] = (),
+    ) -> None:
         """Computes tokens, given by their positions, of some requests."""
         count = sum(map(len, tokens.values()))
-        self.record.schedule(SimpleNamespace(total_num_scheduled_tokens=count, finished_req_ids=ended))
+        self.record.schedule(
+            SimpleNamespace(
+                num_scheduled_tokens={name: len(positions) for name, positions in tokens.items()},
+                total_num_scheduled_tokens=count,
+                finished_req_ids=ended,
+                scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+            )
+        )
         for name in ended:
             del self.requests[name]
         places = []
         for name, positions in tokens.items():
             if name not in self.requests:
                 self.record.begin(name, f"record of {name}")
-            self.requests[name] = SimpleNamespace(block_ids=(blocks[name],))
+            self.requests[name] = SimpleNamespace(block_ids=(blocks[name],), num_computed_tokens=positions[0])
             places += [blocks[name][position // BLOCK] * BLOCK + position % BLOCK for position in positions]
         self.slots[:count] = torch.tensor(places, dtype=torch.int64)
         self.chosen[:count, 0, 0] = torch.tensor([self.number(name, at) for name in tokens for at in tokens[name]])
@@ -75,6 +89,59 @@ def test_a_request_has_its_experts_though_another_one_has_its_place_since() -> N
     # The worker has not been told of its end.
     assert worker.taken("c", 5) == worker.expected("c", 5)
     assert worker.taken("c", 5) == []
+
+
+def test_a_request_that_ends_while_it_is_preempted_has_its_own_experts() -> None:
+    worker = Worker()
+    worker.step({"a": [0, 1, 2, 3, 4], "b": [0]}, blocks={"a": [0, 1], "b": [2]})
+    # One step gives the blocks of `a` to others, whose own ends while they are in the batch.
+    worker.step({"b": [1, 2, 3, 4, 5]}, blocks={"b": [2, 0]})
+    worker.step({"b": [6], "c": [0, 1]}, blocks={"b": [2, 0], "c": [1]})
+    assert worker.taken("b", 7) == worker.expected("b", 7)
+    worker.step({"c": [2]}, blocks={"c": [1]}, ended=["a"])
+    assert worker.taken("a", 5) == worker.expected("a", 5)
+    assert worker.taken("c", 3) == worker.expected("c", 3)
+
+
+def test_a_request_whose_end_the_worker_was_not_told_has_its_own_experts_too() -> None:
+    worker = Worker()
+    worker.step({"a": [0, 1]}, blocks={"a": [0]})
+    worker.step({"b": [0, 1]}, blocks={"b": [0]})
+    assert worker.taken("a", 2) == worker.expected("a", 2)
+    worker.step({"b": [2]}, blocks={"b": [0]}, ended=["a"])
+    assert worker.taken("b", 3) == worker.expected("b", 3)
+
+
+def preempted(*, computed: Sequence[int]) -> Worker:
+    """A worker where `a` has computed 6 tokens and was preempted. An emptied cache is given back at once; then `a` has
+    computed some of them again, in other blocks."""
+    worker = Worker()
+    worker.step({"a": [0, 1, 2, 3, 4]}, blocks={"a": [0, 1]})
+    worker.step({"a": [5]}, blocks={"a": [0, 1]})
+    worker.step({"a": list(computed)}, blocks={"a": [2, 0]}, resumed=["a"])
+    return worker
+
+
+@pytest.mark.parametrize("ended", [["a"], []])
+def test_a_request_that_ends_before_all_is_computed_again_has_its_experts(ended: list[str]) -> None:
+    worker = preempted(computed=[0, 1, 2])
+    if ended:
+        worker.step({}, blocks={}, ended=ended)
+    assert worker.taken("a", 6) == worker.expected("a", 6)
+
+
+def test_a_request_that_was_preempted_twice_has_its_experts() -> None:
+    worker = preempted(computed=[0, 1, 2])
+    worker.step({"b": [0, 1, 2, 3, 4]}, blocks={"b": [2, 0]})
+    worker.step({"b": [5]}, blocks={"b": [2, 0]}, ended=["a"])
+    assert worker.taken("a", 6) == worker.expected("a", 6)
+
+
+def test_a_request_that_goes_on_has_the_experts_of_its_new_places() -> None:
+    worker = preempted(computed=[0, 1, 2, 3, 4, 5])
+    worker.step({"a": [6], "b": [0]}, blocks={"a": [2, 0], "b": [1]})
+    worker.step({"b": [1]}, blocks={"b": [1]}, ended=["a"])
+    assert worker.taken("a", 7) == worker.expected("a", 7)
 
 
 def test_a_record_that_nobody_wants_is_forgotten() -> None:

@@ -102,8 +102,8 @@ MUTATIONS: list[Mutation] = [
         ("the worked solution is the answer", 'return match[1].replace(",", "") if match else text', "return text"),
         (
             "the answer is part of the prompt",
-            'return self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages',
-            "return self.messages",
+            'return messages, weights, len(messages) - (messages[-1]["role"] == "assistant")',
+            "return messages, weights, len(messages)",
         ),
         ("message weights are 1", "weights[index] = float(weight)", "weights[index] = 1.0"),
     ),

@@ -93,6 +93,25 @@ def test_names_of_classes_are_numbered_in_sorted_order_and_kept_in_the_state(
         other.restore(state)
 
 
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({"prompt": "q", "completion": "ab"}, {}),
+        ({"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "ab"}]}, {}),
+        ({"question": "q", "answer": "ab"}, {}),
+        ({"instruction": "q", "input": "", "output": "ab"}, {}),
+        ({"prompt": "q", "said": "ab"}, {"answer_key": "said"}),
+    ],
+)
+def test_a_prompt_is_judged_with_its_response(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, fields: dict, settings: dict
+) -> None:
+    config = config_of(tmp_path, [{**fields, "label": 1}], **settings)
+    assert everything(stream_of(LabelledSource, config, tokenizer), tokenizer) == [
+        ["<user>q<end>\n<assistant>ab[<end>]"]
+    ]
+
+
 def test_numbers_are_labels_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"text": "a", "label": 3}, {"text": "b", "label": 0.5}, {"text": "c", "label": True}]
     stream = stream_of(LabelledSource, config_of(tmp_path, rows), tokenizer)

@@ -100,6 +100,29 @@ def end_token(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     return next((token for token in special_tokens(tokenizer) if rest.startswith(token)), "")
 
 
+def end_by_next_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, role: str) -> str:
+    """Returns the special token with which the next turn begins, and white space before it, where the template ends a
+    turn of the assistant with no token of its own, as GLM's, whose models sample that of the next turn. Else empty.
+
+    Args:
+        role: of the next turn, user or tool.
+    """
+    said: Message = {"role": "assistant", "content": SENTINEL}
+    if role == "tool":
+        function = {"name": "x", "arguments": {"x": SENTINEL}}
+        said = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    turns = [{"role": "user", "content": "x"}, said]
+    written = partial(render, tokenizer, config=config, generation_prompt=False, where="a turn")
+    _, found, closure = written(turns).text.rpartition(SENTINEL)
+    rest = written([*turns, {"role": role, "content": "x"}]).text.rpartition(SENTINEL)[2]
+    if not found or not rest.startswith(closure):
+        return ""
+    rest = rest.removeprefix(closure)
+    begun = rest.lstrip()
+    end = next((token for token in special_tokens(tokenizer) if begun.startswith(token)), "")
+    return rest[: len(rest) - len(begun)] + end if end else ""
+
+
 def _written(apply: Callable[[list[Message]], Any], messages: list[Message]) -> Any:
     """Returns what the template writes. One that takes the arguments of calls as JSON text only, as DeepSeek's do, gets
     them so."""

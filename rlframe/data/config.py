@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from datetime import date
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ SHUFFLE_BUFFER = 10_000
 COUNT_SUFFIX = re.compile(r"(.+)#(\d+)")
 
 
-TEMPLATE_SETTINGS = frozenset({"chat_template", "chat_template_kwargs", "template_limit_s"})
+TEMPLATE_SETTINGS = frozenset({"chat_template", "chat_template_kwargs", "chat_template_date", "template_limit_s"})
 """Fields of DataConfig that every kind of data with conversations uses."""
 
 
@@ -96,6 +97,10 @@ class DataConfig:
     """Keyword arguments of the chat template, such as `{enable_thinking: false}`, for every conversation that is
     rendered: prompts, training data, held-out records and turns of an attempt. One that the template never reads is
     refused."""
+    chat_template_date: str | None = None
+    """Day that a chat template with `strftime_now` writes, such as 2026-11-28. null is the day on which the run began,
+    which its config.yaml keeps, so that a resumed run renders the same. One that the template never reads is
+    refused."""
     template_limit_s: Annotated[float, Range(above=0, maximum=3600)] = 10.0
     """Greatest time in seconds in which the chat template may render a conversation."""
     max_record_mb: Annotated[float, Range(above=0, maximum=100_000)] = 16.0
@@ -145,6 +150,13 @@ class DataConfig:
                 )
         if self.labels is not None and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
             raise SettingError("labels", "must be at least 2 different names", got=self.labels)
+        if self.chat_template_date is not None:
+            try:
+                date.fromisoformat(self.chat_template_date)
+            except ValueError:
+                raise SettingError(
+                    "chat_template_date", "must be a day such as 2026-11-28", got=repr(self.chat_template_date)
+                ) from None
         if self.cache_gb != CACHE_GB and (self.cache_folder is None or self.streaming):
             why = "streaming=true" if self.streaming else "cache_folder=null"
             raise SettingError("cache_gb", f"has no effect with {why}", got=self.cache_gb, hint="remove it")

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from rlframe.data.config import DataConfig
 from rlframe.data.text.special_tokens import Rendering, encode_renderings, marked, marks_for, special_tokens
-from rlframe.data.text.template import kwargs_faults
+from rlframe.data.text.template import kwargs_faults, kwargs_of
 from rlframe.data.text.tool_calls import Tool, names_in, with_arguments_as_text
 from rlframe.models.chat_template import proposal
 from rlframe.types.messages import Message
@@ -52,7 +52,7 @@ def render(
     end.
 
     Raises:
-        ConfigError: the template does not read one of `data.chat_template_kwargs`.
+        ConfigError: the template does not read one of `data.chat_template_kwargs`, or `data.chat_template_date`.
         DataError: the tokenizer has no chat template, or the template refuses the conversation, does not end, writes
             nothing, or leaves out a tool or a call of one.
     """
@@ -73,7 +73,7 @@ def render(
         tools=given[1] or None,
         tokenize=False,
         add_generation_prompt=generation_prompt,
-        **config.chat_template_kwargs or {},
+        **kwargs_of(config),
     )
     try:
         with _limited(config.template_limit_s):

@@ -14,7 +14,7 @@ from rlframe.data.config import DataConfig
 from rlframe.data.text.special_tokens import Rendering, encode_renderings, marked, marks_for, special_tokens
 from rlframe.data.text.template import kwargs_faults, kwargs_of
 from rlframe.data.text.tool_calls import Tool, names_in, with_arguments_as_text
-from rlframe.models.chat_template import proposal
+from rlframe.models.chat_template import Exported, proposal, text_of
 from rlframe.types.messages import Message
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import ConfigError, DataError
@@ -98,6 +98,18 @@ def end_token(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     text = render(tokenizer, turns, config=config, generation_prompt=False, where="a turn").text
     rest = text.rpartition(SENTINEL)[2].lstrip()
     return next((token for token in special_tokens(tokenizer) if rest.startswith(token)), "")
+
+
+def exported(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Exported | None:
+    """Returns the chat template that exported models get, or None if they keep their own.
+
+    Args:
+        tokenizer: with that template.
+    """
+    if config.chat_template is None:
+        return None
+    end = special_tokens(tokenizer).get(end_token(tokenizer, config))
+    return Exported(text=text_of(config.chat_template), end_token_id=end)
 
 
 def end_by_next_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, role: str) -> str:

@@ -67,8 +67,9 @@ class DataConfig:
     one dataset made of all, each record once per epoch. A mapping of these to weights mixes them: the weights,
     whatever they add up to, are the shares of what is dealt, and each dataset has epochs of its own."""
     evaluation_path: Annotated[str | None, PathText()] = None
-    """Held-out records, in the same forms as one `path`. null holds out `evaluation_count` records of `path`, but at
-    most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
+    """Held-out records, in the same forms as one `path`. null holds out `evaluation_count` records of `path`, chosen by
+    a hash of their ids, the same ones for every seed, and of prompts with at most a tenth of all records: other records
+    of these prompts are dropped."""
     evaluation_count: Annotated[int, Range(0, 10**9, note="0 holds out nothing")] = EVALUATION_COUNT
     """Greatest number of held-out records, chosen by a hash of their ids. 0 holds out nothing. A streamed `path` holds
     out none: they come from `evaluation_path`, or there are none."""

@@ -63,9 +63,9 @@ def cache_file(
     # Names of files are part of ids and metrics; the seed decides which records a count keeps.
     decisive = [kind, settings, max_tokens, seed if counted else None, version("transformers")]
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())
-    code = files_of(Path(__file__).parent, ".py")
+    code = sorted(Path(__file__).parent.rglob("*.py"))
     for file in [*code, *(file for place in places for file in files_of(place))]:
-        digest.update(digest_of(file))
+        digest.update(file.name.encode() + b"\0" + digest_of(file))
     digest.update(_digest_of_tokenizer(tokenizer))
     return folder / f"{digest.hexdigest()}.items"
 

@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int32
 
 from rlframe.data.config import DataConfig
 from rlframe.data.text.chat import encode, end_by_next_turn, render
-from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out
+from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out, remedies
 from rlframe.data.text.special_tokens import Rendering, special_tokens
 from rlframe.data.text.tool_calls import Tool
 from rlframe.types.messages import Message
@@ -178,6 +178,5 @@ def _first_difference(opened: list[int], closed: list[int], tokenizer: PreTraine
     return (
         "the chat template opens a turn of the assistant otherwise than it writes it, so that its tokens cannot be "
         f"told apart: at token {at} the prompt of the turn reads {tokenizer.decode(opened[window])!r}, and with the "
-        f"turn the conversation reads {tokenizer.decode(closed[window])!r}. A template that begins the reasoning needs "
-        "a reasoning_content, or data.chat_template_kwargs such as enable_thinking=false"
+        f"turn the conversation reads {tokenizer.decode(closed[window])!r}; {remedies(tokenizer)}"
     )

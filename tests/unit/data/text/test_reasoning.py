@@ -1,5 +1,6 @@
 """Reasoning of the assistant's messages, and conversations that a template rewrites: learned as the model is served."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,21 @@ TALK = [
 SEQUENCES = dict.fromkeys(("qwen3", "qwen3.5", "glm4.5", "gpt-oss", "gemma4", "gemma4-off"), 2)
 SEQUENCES |= dict.fromkeys(("qwen3.6-kept", "mistral-v13"), 1)
 """Sequences that TALK becomes. The other families do not read reasoning."""
+
+
+def test_the_remedy_for_deepseek_r1_is_one() -> None:
+    tokenizer, config = copy.copy(tokenizer_of("deepseek-r1")), data_of("deepseek-r1")
+    answer = {"role": "assistant", "content": "Two."}
+    reasoned, plain = (understand(record(messages=[TALK[0], said]), config) for said in (TALK[1], answer))
+    with pytest.raises(DataError, match="would be lost; remove it from the data, or set data.chat_template to a templ"):
+        learnt_turns(reasoned, tokenizer, config=config)
+    with pytest.raises(DataError, match="reads [^;]*; set data.chat_template to a template that writes a reasoning_co"):
+        learnt_turns(plain, tokenizer, config=config)
+    reading = "<think>\\n' + (message['reasoning_content'] or '') + '\\n</think>\\n\\n' + content + '"
+    tokenizer.chat_template = tokenizer.chat_template.replace("' + content + '", reading)
+    (tokens,) = learnt_turns(reasoned, tokenizer, config=config).sequences
+    said = str(tokenizer.decode(tokens.token_ids[tokens.weights > 0]))
+    assert said.startswith("one and one\n</think>\n\nTwo.")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

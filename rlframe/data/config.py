@@ -33,8 +33,9 @@ class TextLayout(StrEnum):
     """Ways in which raw text becomes sequences."""
 
     JOINED = "joined"
-    """Documents in a row, each ended by the end-of-text token, split into sequences of train.max_tokens_per_microbatch
-    (times the context-parallel ranks). A sequence may begin and end within a document."""
+    """Documents in a row, each begun as the tokenizer begins a text and ended by the end-of-text token, split into
+    sequences of train.max_tokens_per_microbatch (times the context-parallel ranks). A sequence may begin and end within
+    a document."""
     SEPARATE = "separate"
     """Each document is a sequence of its own; a longer one is split. Micro-batches pack them, and no document sees
     another."""

@@ -2,7 +2,7 @@
 
 | shape | sequences | labels |
 |---|---|---|
-| {text, label} | the text and the end-of-text token | a name, a class from 0, or a number |
+| {text, label} | the text, begun as the tokenizer does, and its end token | a name, a class from 0, or a number |
 | {messages (or any of PROMPT_KEYS), label} | the conversation to the end of its last turn | the same |
 | {prompt (or ...), completion (or any of RESPONSE_KEYS), label} | the prompt and the response | the same |
 | {query, documents, labels} | query, newline and document, for each document | numbers |

@@ -3,10 +3,12 @@
 The tokenizer's ids: 0 is <end>, which ends a text; every other character is one token.
 """
 
+import copy
 import logging
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig, TextLayout
@@ -53,6 +55,28 @@ def test_separate_documents_keep_to_themselves(tmp_path: Path, tokenizer: PreTra
     config = config_of(tmp_path, [{"text": "abcdefg"}, {"text": "h"}], text_layout=TextLayout.SEPARATE)
     stream = stream_of(TextSource, config, tokenizer, 5)
     assert everything(stream, tokenizer) == [["a[b][c][d][e]"], ["f[g][<end>]"], ["h[<end>]"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "parts"),
+    [
+        (TextSource, {"text": "ab"}, ["<user>[a][b][<end>]"]),
+        (LabelledSource, {"text": "ab", "label": 1}, ["<user>ab[<end>]"]),
+        (LabelledSource, {"query": "q", "positive": "a", "negative": "b"}, ["<user>q\na[<end>]", "<user>q\nb[<end>]"]),
+        (ContrastedSource, {"query": "q", "positive": "a"}, ["<user>q[<end>]", "<user>a[<end>]"]),
+    ],
+)
+def test_a_text_begins_as_the_tokenizer_begins_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, kind: type[TrainingSource], row: dict, parts: list[str]
+) -> None:
+    beginning = copy.deepcopy(tokenizer)
+    # Puts <user>, id 2, before a text and <assistant>, id 3, behind it, in the place of what Llama's and Gemma's put.
+    beginning.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<user> $A <assistant>", special_tokens=[("<user>", 2), ("<assistant>", 3)]
+    )
+    assert beginning("")["input_ids"] == [2, 3]
+    stream = stream_of(kind, config_of(tmp_path, [row]), beginning)
+    assert everything(stream, beginning) == [parts]
 
 
 def test_a_text_file_is_one_document(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -26,6 +26,7 @@ from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.families.qwen3_next import FAMILY as QWEN3_NEXT
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.transformers_config import SAME_AS
+from rlframe.rollout.served.recording import checkpoint_tensors, random_weights
 from rlframe.utils.errors import ConfigError
 from tests.tiny_models import COMMON, MODELS
 from tests.unit.models.parameters import empty
@@ -216,6 +217,17 @@ def _read(family: Any, hf: dict[str, Any]) -> dict[str, Any] | None:
     except ConfigError:
         return None
     return {field: getattr(read, field) for field in DECIDED_BY_DEFAULTS}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_next"])
+def test_random_norms_are_those_of_transformers_own_random_weights(name: str, tmp_path: Path) -> None:
+    cls, own = MODELS[name]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, cls)(**(COMMON | own)))
+    model.config.save_pretrained(tmp_path)
+    theirs = model.state_dict()
+    found = dict(random_weights(checkpoint_tensors(tmp_path), tmp_path, seed=0, device="cpu"))
+    norms = [each for each in found if each.endswith("norm.weight")]
+    assert len(norms) >= 7 and all(torch.equal(found[each], theirs[each]) for each in norms)
 
 
 def test_experts_of_deepseek_and_glm_are_read() -> None:

@@ -199,6 +199,12 @@ def test_a_query_comes_with_what_it_should_be_near_to_and_far_from(
     assert batch.group.tolist() == [0, 0, 0, 0, 1, 1, 2, 2] and batch.role.tolist() == [0, 1, 2, 2, 0, 1, 0, 1]
 
 
+def test_an_id_that_meets_the_one_of_an_item_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"id": "a", "query": "q", "pos": ["s", "t"]}, {"id": "a#1", "query": "r", "pos": "s"}]
+    with pytest.raises(DataError, match="id of its own, found 'a#1' twice: .*; give that record another"):
+        stream_of(ContrastedSource, config_of(tmp_path, rows), tokenizer)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

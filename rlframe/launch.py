@@ -163,9 +163,9 @@ def launch(composed: DictConfig) -> Job:
     telling.tell(awaited)
     try:
         with forks.begun(partial(OmegaConf.select, composed, throw_on_resolution_failure=False)):
-            from rlframe.run.folder import claim  # noqa: PLC0415 - help must not wait for torch
+            from rlframe.run.folder import claim, dated  # noqa: PLC0415 - help must not wait for torch
 
-            run = prepare(composed)
+            run = dated(prepare(composed))
             with closing(claim(run, job.overrides)) as lock:
                 job.output = run.output
                 stop.patience_s, stop.still_ours = run.checkpoint.on_signal_s, lock.check

@@ -23,6 +23,7 @@ from rlframe.data import builtin
 from rlframe.data.config import DataConfig
 from rlframe.data.items import AnyItem, Item
 from rlframe.data.storage.folder import cache_folder, digest_of, evict, files_of
+from rlframe.data.text.template import day_read
 from rlframe.data.text.turns import Tokens
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.files.whole import PARTIAL, put
@@ -57,13 +58,14 @@ def cache_file(
     if folder is None or not all(place.exists() for place in places):
         return None
     settings = asdict(config) | {"shuffle": None, "cache_folder": None, "cache_gb": None, "num_processes": None}
+    settings["chat_template_date"] = day_read(tokenizer, config)
     counted = any(entry.count is not None for entry in config.entries())
     # Names of files are part of ids and metrics; the seed decides which records a count keeps.
     decisive = [kind, settings, max_tokens, seed if counted else None, version("transformers")]
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())
-    code = files_of(Path(__file__).parent, ".py")
+    code = sorted(Path(__file__).parent.rglob("*.py"))
     for file in [*code, *(file for place in places for file in files_of(place))]:
-        digest.update(digest_of(file))
+        digest.update(file.name.encode() + b"\0" + digest_of(file))
     digest.update(_digest_of_tokenizer(tokenizer))
     return folder / f"{digest.hexdigest()}.items"
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from datetime import date
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ SHUFFLE_BUFFER = 10_000
 COUNT_SUFFIX = re.compile(r"(.+)#(\d+)")
 
 
-TEMPLATE_SETTINGS = frozenset({"chat_template", "chat_template_kwargs", "template_limit_s"})
+TEMPLATE_SETTINGS = frozenset({"chat_template", "chat_template_kwargs", "chat_template_date", "template_limit_s"})
 """Fields of DataConfig that every kind of data with conversations uses."""
 
 
@@ -32,8 +33,9 @@ class TextLayout(StrEnum):
     """Ways in which raw text becomes sequences."""
 
     JOINED = "joined"
-    """Documents in a row, each ended by the end-of-text token, split into sequences of train.max_tokens_per_microbatch
-    (times the context-parallel ranks). A sequence may begin and end within a document."""
+    """Documents in a row, each begun as the tokenizer begins a text and ended by the end-of-text token, split into
+    sequences of train.max_tokens_per_microbatch (times the context-parallel ranks). A sequence may begin and end within
+    a document."""
     SEPARATE = "separate"
     """Each document is a sequence of its own; a longer one is split. Micro-batches pack them, and no document sees
     another."""
@@ -66,8 +68,9 @@ class DataConfig:
     one dataset made of all, each record once per epoch. A mapping of these to weights mixes them: the weights,
     whatever they add up to, are the shares of what is dealt, and each dataset has epochs of its own."""
     evaluation_path: Annotated[str | None, PathText()] = None
-    """Held-out records, in the same forms as one `path`. null holds out `evaluation_count` records of `path`, but at
-    most a tenth of it, chosen by a hash of their ids: the same ones for every seed."""
+    """Held-out records, in the same forms as one `path`. null holds out `evaluation_count` records of `path`, chosen by
+    a hash of their ids, the same ones for every seed, and of prompts with at most a tenth of all records: other records
+    of these prompts are dropped."""
     evaluation_count: Annotated[int, Range(0, 10**9, note="0 holds out nothing")] = EVALUATION_COUNT
     """Greatest number of held-out records, chosen by a hash of their ids. 0 holds out nothing. A streamed `path` holds
     out none: they come from `evaluation_path`, or there are none."""
@@ -95,6 +98,10 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] | None = None
     """Keyword arguments of the chat template, such as `{enable_thinking: false}`, for every conversation that is
     rendered: prompts, training data, held-out records and turns of an attempt. One that the template never reads is
+    refused."""
+    chat_template_date: str | None = None
+    """Day that a chat template with `strftime_now` writes, such as 2026-11-28. null is the day on which the run began,
+    which its config.yaml keeps, so that a resumed run renders the same. One that the template never reads is
     refused."""
     template_limit_s: Annotated[float, Range(above=0, maximum=3600)] = 10.0
     """Greatest time in seconds in which the chat template may render a conversation."""
@@ -145,6 +152,13 @@ class DataConfig:
                 )
         if self.labels is not None and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
             raise SettingError("labels", "must be at least 2 different names", got=self.labels)
+        if self.chat_template_date is not None:
+            try:
+                date.fromisoformat(self.chat_template_date)
+            except ValueError:
+                raise SettingError(
+                    "chat_template_date", "must be a day such as 2026-11-28", got=repr(self.chat_template_date)
+                ) from None
         if self.cache_gb != CACHE_GB and (self.cache_folder is None or self.streaming):
             why = "streaming=true" if self.streaming else "cache_folder=null"
             raise SettingError("cache_gb", f"has no effect with {why}", got=self.cache_gb, hint="remove it")

@@ -1,6 +1,7 @@
 """Cursor: deals the items of a dataset so that each comes exactly once per epoch, whatever crashes and resumes."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -56,8 +57,17 @@ class Cursor(Generic[Item]):
             items: items to deal, with an entry of ids and tokens for each.
             tokens: tokens of each item; with the ids, they make the dataset's fingerprint.
             numbers: numbers by which an epoch deals the items, the smallest first. None deals them in one order.
+
+        Raises:
+            DataError: two items have one id.
         """
-        assert len(items) == len(ids) == len(tokens) == len(set(ids)) > 0
+        assert len(items) == len(ids) == len(tokens) > 0
+        if len(set(ids)) < len(ids):
+            twice = Counter(ids).most_common(1)[0][0]
+            raise DataError(
+                f"expected each item to have an id of its own, found {twice!r:.80} twice: several items of one record "
+                "have its id and a suffix, and another record has such an id; give that record another"
+            )
         self._items = items
         self._ids = ids
         self._seed = seed

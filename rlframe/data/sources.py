@@ -199,11 +199,25 @@ def understood(
 
 
 def _ids_to_put_aside(entries: list[Entry], train: list[Part[R]], count: int) -> set[str]:
-    """Returns the ids to hold out: at most `count`, and at most a tenth of the readings from files, by a hash of their
-    ids."""
+    """Returns the ids to hold out, by a hash of them: at most `count`, and of prompts that have at most a tenth of the
+    readings from files together, because no reading of such a prompt is trained on."""
     own = [part for entry, part in zip(entries, train, strict=True) if not builtin.has(entry.path)]
     ids = [identity for part in own for identity in part.ids]
-    return {ids[place] for place in order_by_hash(ids, salt="held out")[: min(count, len(ids) // 10)]}
+    prompts = [prompt for part in own for prompt in part.prompts]
+    most, sizes = len(ids) // 10, Counter(prompts)
+    left, chosen = most, set[bytes]()
+    found: set[str] = set()
+    for place in order_by_hash(ids, salt="held out"):
+        if len(found) == min(count, most):
+            break
+        prompt = prompts[place]
+        if prompt not in chosen:
+            if sizes[prompt] > left:
+                continue
+            left -= sizes[prompt]
+            chosen.add(prompt)
+        found.add(ids[place])
+    return found
 
 
 def order_by_hash(ids: Sequence[str], *, salt: str) -> list[int]:

@@ -1,6 +1,7 @@
 """Chat templates in the place of the model's own: a Jinja file, or one that rlframe ships."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "chat_templates"
 SUFFIX = ".jinja"
+MORE = "additional_chat_templates"
+"""Folder in which transformers keeps further templates of a model, such as one for tools."""
 KEY = "data.chat_template"
 CHATML, PLAIN = "chatml", "plain"
 TOKENS = {CHATML: ("<|im_start|>", "<|im_end|>")}
@@ -85,6 +88,8 @@ class Exported:
     def write(self, folder: Path) -> None:
         """Writes the template to an exported model, whose text then ends at the end of a turn too."""
         write_whole(folder / "chat_template.jinja", self.text.encode())
+        if (folder / MORE).is_dir():
+            shutil.rmtree(folder / MORE)
         tokenizer, generation = folder / "tokenizer_config.json", folder / "generation_config.json"
         if tokenizer.is_file() and "chat_template" in (settings := read_json(tokenizer)):
             _write_json(tokenizer, {key: value for key, value in settings.items() if key != "chat_template"})

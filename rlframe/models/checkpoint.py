@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlframe.models.chat_template import MORE
 from rlframe.models.hub import read_json
 from rlframe.models.quantized import stated
 from rlframe.models.tokenizer import load as load_tokenizer
@@ -129,6 +130,8 @@ def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype, num_outputs
     for path in source.iterdir():
         if path.suffix in SIDECAR_SUFFIXES and not path.name.endswith(".index.json") and path.name != "config.json":
             shutil.copyfile(path, folder / path.name)
+    if (source / MORE).is_dir():
+        shutil.copytree(source / MORE, folder / MORE, dirs_exist_ok=True)
     hf = stated.without(json.loads((source / "config.json").read_text()))
     # transformers 5 writes dtype; older versions wrote, and only read, torch_dtype.
     hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = str(dtype).removeprefix("torch.")

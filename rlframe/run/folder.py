@@ -5,13 +5,18 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rlframe.data.text.template import day_read
+from rlframe.loops.report.files import read_yaml
 from rlframe.loops.saving.manifest import claim_owner, named_checkpoints
 from rlframe.megatron.config.optimizer import Schedule
+from rlframe.models import tokenizer
+from rlframe.models.hub import resolve
 from rlframe.run.config import RunConfig
 from rlframe.run.differences import differences
 from rlframe.utils.build import as_dict
@@ -58,6 +63,16 @@ its results. Another layout sums in another order, so that numbers agree up to r
 
 COURSES = ("train.optimizer", "critic.train.optimizer")
 """Sections whose decay_steps may change with `steps`, but not by itself."""
+
+
+def dated(run: RunConfig) -> RunConfig:
+    """Returns the run with the day that its chat template writes: that of its folder if it is resumed, else today. A
+    template that writes none leaves the run as it is."""
+    if run.data.chat_template_date is not None:
+        return run
+    words = tokenizer.load(resolve(run.model), chat_template=run.data.chat_template)
+    there = flat(read_yaml(run.folder / "config.yaml") or {}).get("data.chat_template_date")
+    return replace(run, data=replace(run.data, chat_template_date=there or day_read(words, run.data)))
 
 
 def claim(run: RunConfig, overrides: Sequence[str] | None = None) -> FolderLock:

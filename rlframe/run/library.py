@@ -8,7 +8,7 @@ from rlframe.loops.stop import Stop, Stopped
 from rlframe.run.check import check
 from rlframe.run.compose.run import run as run_loop
 from rlframe.run.config import RunConfig
-from rlframe.run.folder import claim
+from rlframe.run.folder import claim, dated
 from rlframe.utils.errors import RlframeError
 
 
@@ -33,6 +33,7 @@ def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, f
         RlframeError: the run failed.
     """
     check(config)
+    config = dated(config)
     with closing(claim(config)) as lock:
         stop = Stop(patience_s=config.checkpoint.on_signal_s, still_ours=lock.check)
         observers = Callbacks(callbacks, stop)

@@ -18,22 +18,32 @@ from typing import Any
 
 import torch
 
+from rlframe.data.config import DataConfig
+from rlframe.data.text.chat import exported
+from rlframe.loops.report.files import read_yaml
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS, verify_share
+from rlframe.megatron.checkpoint.metadata import read_metadata
+from rlframe.megatron.config.mtp import in_head
 from rlframe.megatron.config.train import Dtype
 from rlframe.megatron.cpu import platform
 from rlframe.models import gguf, inspection, transformers_config
+from rlframe.models.chat_template import Exported
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.quantized import stated
+from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.rollout.served.plain import dequantized_model, is_quantized
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import CheckpointError, ConfigError, RlframeError
 from rlframe.utils.files.whole import whole_folder, writing
+from rlframe.utils.nested import flat
 
 TO_MEGATRON, TO_HUGGING_FACE, FROM_GGUF, DEQUANTIZE = "to-megatron", "to-huggingface", "from-gguf", "dequantize"
 GIGABYTE = 1e9
+LORA = "lora."
+"""Beginning of the names of adapters in a distributed checkpoint; see `rlframe.megatron.lora.state`."""
 VERIFIED_TOKENS = 64
 LIMIT_NATS = 1e-3
 """Greatest difference in nats for `--verify`. Two float32 implementations of one model differ by 1e-5 to 1e-4; a wrong
@@ -99,20 +109,28 @@ def _to_or_from_megatron(options: argparse.Namespace, out: Path) -> None:
     family = load_family(folder)
     architecture = family.architecture(read_config(folder))
     dtype = getattr(torch, options.dtype)
+    template = None
+    if options.direction == TO_MEGATRON:
+        if faults := inspection.model_faults(folder, num_outputs=None):
+            raise CheckpointError("\n".join(faults))
+        keeps_mtp = inspection.has_mtp(folder)
+    else:
+        _verify_files(Path(options.checkpoint))
+        keeps_mtp = _holds_mtp(Path(options.checkpoint))
+        template = _chat_template(options, folder)
     with whole_folder(out) as partial, megatron.one_rank():
-        bones = megatron.skeleton(family, architecture, options.dtype)
+        bones = megatron.skeleton(family, architecture.keeping_mtp(keeps_mtp), options.dtype)
         if options.direction == TO_MEGATRON:
-            if faults := inspection.model_faults(folder, num_outputs=None):
-                raise CheckpointError("\n".join(faults))
             megatron.to_megatron(CheckpointReader(folder), bones, partial)
             hugging_face, distributed = folder, partial
         else:
             distributed = Path(options.checkpoint)
-            _verify_files(distributed)
             tensors = megatron.from_megatron(distributed, bones, dtype)
             with writing(partial):
                 write_checkpoint(partial, tensors, max_shard_bytes=int(options.shard_gb * GIGABYTE))
                 copy_sidecars(folder, partial, dtype=dtype)
+                if template is not None:
+                    template.write(partial)
             hugging_face = partial
         if options.verify:
             verify(architecture, hugging_face, distributed, dtype)
@@ -125,6 +143,28 @@ def _verify_files(folder: Path) -> None:
         raise CheckpointError(f"--checkpoint must be a Megatron distributed checkpoint, got {folder} without .metadata")
     if (folder / CHECKSUMS).is_file():
         verify_share(folder, rank=0, world=1)
+
+
+def _holds_mtp(folder: Path) -> bool:
+    """Returns whether a distributed checkpoint has a head for multi-token prediction. Refuses one of adapters."""
+    names = read_metadata(folder).state_dict_metadata
+    if any(name.startswith(LORA) for name in names):
+        raise CheckpointError(
+            f"{folder} holds adapters (train.lora) without the model that they belong to, which {TO_HUGGING_FACE} does "
+            "not merge: their run writes the merged model to its folder model, and the adapter to adapter, when it "
+            "ends, and with checkpoint.export_every_steps along the way; resume it for that"
+        )
+    return any(map(in_head, names))
+
+
+def _chat_template(options: argparse.Namespace, folder: Path) -> Exported | None:
+    """Returns the chat template that the exported model gets: that of the options, else that of the run whose
+    checkpoint it is. None if the model keeps its own."""
+    run = Path(options.checkpoint).absolute().parent.parent.parent
+    chosen = options.chat_template or flat(read_yaml(run / "config.yaml") or {}).get("data.chat_template")
+    if chosen is None:
+        return None
+    return exported(load_tokenizer(folder, chat_template=chosen), DataConfig(chat_template=chosen))
 
 
 def verify(architecture: Architecture, hugging_face: Path, distributed: Path, dtype: torch.dtype) -> None:
@@ -184,6 +224,10 @@ def _parser() -> Parser:
     gguf_file.add_argument("--gguf", required=True, help="a .gguf file, or an installed package that ships one")
     forth.add_argument("--model", required=True, help="a folder in Hugging Face format, or a hub id")
     back.add_argument("--checkpoint", required=True, help="the folder with .metadata, such as step-00000050/training")
+    back.add_argument(
+        "--chat-template",
+        help="a Jinja file or chatml or plain, in the place of the model's own; default: data.chat_template of the run",
+    )
     back.add_argument("--model", required=True, help="a model whose config and tokenizer to take: folder or hub id")
     plain.add_argument("--model", required=True, help="a folder in Hugging Face format, or a hub id")
     for each in (back, plain):

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlframe.data.curriculum import By
 from rlframe.data.kinds import find_source
 from rlframe.data.prompts import PromptSource
 from rlframe.data.text.special_tokens import special_tokens
@@ -80,7 +81,9 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     else:
         stream = PromptSource(run.data, tokenizer=tokenizer, seed=run.seed)
         held_out = len(stream.evaluation_prompts())
-        prompts = stream.next(len(stream))
+        staged = run.data.curriculum is not None and run.data.curriculum.by is By.STAGE
+        # A walk over stages deals those of the present one only, again and again.
+        prompts = stream.first(len(stream)) if staged else stream.next(len(stream))
         lengths = [len(prompt.input) for prompt in prompts]
         sequences = [prompt.input.token_ids.tolist() for prompt in prompts]
         samples = [

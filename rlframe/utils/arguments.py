@@ -33,9 +33,17 @@ class Parser(argparse.ArgumentParser):
             known = re.findall(r"[^\s,']+", choice["known"])
             yield from filter(None, [did_you_mean(choice["given"], known)])
             return
-        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        options = list(self._options())
         for word in getattr(self, "_given", []):
             name = word.partition("=")[0]
             if name.startswith("--") and not any(option.startswith(name) for option in options):
                 hint = did_you_mean(name, options)
                 yield f"{name} is not an option; {hint}" if hint else f"{name} is not an option"
+
+    def _options(self) -> Iterator[str]:
+        """Yields the options of this parser and of its commands."""
+        for action in self._actions:
+            yield from (option for option in action.option_strings if option.startswith("--"))
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from command._options()

@@ -30,6 +30,7 @@ FOR_FAULTS = {
     "bucket_bytes": "read where transport=auto finds that it has to stream",
     "decay_steps": "read after the warm-up",
     "chat_template_kwargs": "read where records have messages, which those of labelled texts need not have",
+    "chat_template_date": "read where records have messages, which those of labelled texts need not have",
     "template_limit_s": "read where records have messages, which those of labelled texts need not have",
 }
 """Settings that two steps without a fault cannot show."""

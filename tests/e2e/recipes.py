@@ -6,6 +6,7 @@ The dimensions are those of the models' config.json on the hub.
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,9 @@ def make_corpus(folder: Path) -> Path:
 def draw_weights(folder: Path) -> None:
     """Writes random weights, for a model that a run does not draw itself."""
     family = load_family(folder)
-    shapes = family.tensors(family.architecture(read_config(folder)))
-    tensors = {name: random_tensor(name, shape, seed=0, device="cpu") for name, shape in shapes.items()}
+    architecture = family.architecture(read_config(folder))
+    draw = partial(random_tensor, zero_centered_norms=architecture.zero_centered_norms, seed=0, device="cpu")
+    tensors = {name: draw(name, shape) for name, shape in family.tensors(architecture).items()}
     save_file(tensors, folder / "model.safetensors")
 
 

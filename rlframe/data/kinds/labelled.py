@@ -2,8 +2,9 @@
 
 | shape | sequences | labels |
 |---|---|---|
-| {text, label} | the text and the end-of-text token | a name, a class from 0, or a number |
+| {text, label} | the text, begun as the tokenizer does, and its end token | a name, a class from 0, or a number |
 | {messages (or any of PROMPT_KEYS), label} | the conversation to the end of its last turn | the same |
+| {prompt (or ...), completion (or any of RESPONSE_KEYS), label} | the prompt and the response | the same |
 | {query, documents, labels} | query, newline and document, for each document | numbers |
 | {query, positive, negative(s)} | the same | 1 for the positive ones, 0 for the others |
 
@@ -22,7 +23,7 @@ from rlframe.data.items import Item
 from rlframe.data.kinds.contrasted import FAR_KEYS, NEAR_KEYS
 from rlframe.data.records import Record, is_number
 from rlframe.data.text.chat import encode, render
-from rlframe.data.text.conversations import prompt_messages, text_of
+from rlframe.data.text.conversations import prompt_messages, text_of, turns_of
 from rlframe.data.text.documents import encode_text, last_token_counts, text_field, text_list
 from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out
 from rlframe.data.text.tool_calls import tools_of
@@ -66,7 +67,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
 
     unit = "labelled record"
     item = LabelledItem
-    settings = TEMPLATE_SETTINGS | {"prompt_key", "system_prompt", "labels"}
+    settings = TEMPLATE_SETTINGS | {"prompt_key", "answer_key", "system_prompt", "labels"}
     labels: tuple[str, ...] = ()
     """Names of the classes in the order of their numbers. Empty if labels are numbers."""
 
@@ -89,8 +90,8 @@ class LabelledSource(TrainingSource[LabelledItem]):
         if "text" in record.fields and config.prompt_key is None:
             text = text_field(record, ("text",))
             return Labelling(record=record, texts=(text,), messages=(), labels=labels, prompt_text=text)
-        messages = tuple(prompt_messages(record, config))
-        return Labelling(record=record, texts=(), messages=messages, labels=labels, prompt_text=text_of(messages))
+        messages, prompt_text = turns_of(record, config)[0], text_of(prompt_messages(record, config))
+        return Labelling(record=record, texts=(), messages=tuple(messages), labels=labels, prompt_text=prompt_text)
 
     def notes(self, readings: Iterable[Labelling]) -> dict[str, Any]:
         """Returns the names of the classes in the order of their numbers."""

@@ -19,7 +19,7 @@ import torch
 from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
 from rlframe.data.records import Record, is_number
-from rlframe.data.text.conversations import PROMPT_KEYS, message, message_list, prompt_messages, text_of
+from rlframe.data.text.conversations import PROMPT_KEYS, message, message_list, prompt_messages, text_of, with_system
 from rlframe.data.text.tool_calls import Tool, tools_of
 from rlframe.data.text.turns import Tokens, encode_turns
 from rlframe.data.training import TrainingSource, packed
@@ -152,8 +152,6 @@ def _chosen_and_rejected(record: Record, config: DataConfig) -> tuple[Turns, lis
         min(len(chosen), len(rejected)) - 1,
     )
     prompt, responses = chosen[:common], [chosen[common:], rejected[common:]]
-    if config.system_prompt is not None and prompt and prompt[0]["role"] != "system":
-        prompt = ({"role": "system", "content": config.system_prompt}, *prompt)
     if not prompt or any(response[0]["role"] != "assistant" for response in responses):
         raise DataError(
             f"{record.where}: expected 'chosen' and 'rejected' to be whole conversations that differ from an "
@@ -161,7 +159,7 @@ def _chosen_and_rejected(record: Record, config: DataConfig) -> tuple[Turns, lis
             f"{rejected[common]['role']!r} in the other"
         )
     _check_prompt(record, prompt)
-    return prompt, responses
+    return tuple(with_system(record, config, prompt)), responses
 
 
 def _check_prompt(record: Record, common: Turns) -> None:

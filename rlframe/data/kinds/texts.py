@@ -8,7 +8,7 @@ import numpy as np
 from rlframe.data.config import DataConfig, TextLayout
 from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.text.documents import Document, end_of_text, text_field, token_ids_of
+from rlframe.data.text.documents import Document, document, text_field
 from rlframe.data.text.turns import Tokens
 from rlframe.data.training import TrainingSource, examples_of
 from rlframe.types.supervised import Examples
@@ -18,7 +18,8 @@ SHORTEST_TOKENS = 2
 
 
 class TextSource(TrainingSource[Item]):
-    """Documents, each ended by the end-of-text token, as sequences of at most `max_tokens`."""
+    """Documents, each begun as the tokenizer begins a text and ended by the end-of-text token, as sequences of at most
+    `max_tokens`."""
 
     unit = "text"
     item = Item
@@ -51,8 +52,8 @@ class TextSource(TrainingSource[Item]):
         return [self._token_ids(reading) for reading in readings]
 
     def _token_ids(self, reading: Document) -> np.ndarray:
-        token_ids = token_ids_of(reading.text, self.tokenizer, config=self.config, where=reading.record.where)
-        return np.array([*token_ids, end_of_text(self.tokenizer)], dtype=np.int32)
+        token_ids = document(reading.text, self.tokenizer, config=self.config, where=reading.record.where)
+        return np.array(token_ids, dtype=np.int32)
 
     def _cut(self, token_ids: np.ndarray, prefix: str, channel: int) -> list[Item]:
         starts = range(0, len(token_ids), self.max_tokens)

@@ -15,7 +15,7 @@ from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
 from rlframe.data.kinds.examples import ExampleSource
 from rlframe.data.records import Record
-from rlframe.data.text.conversations import Conversation
+from rlframe.data.text.conversations import OF_MESSAGES, Conversation
 from rlframe.data.text.turns import encode_turns
 from rlframe.data.training import TrainingSource, packed
 from rlframe.types.messages import Message
@@ -76,12 +76,13 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
         if not isinstance(value, bool):
             raise DataError(f"{record.where}: expected {key!r} to be true or false, found {value!r:.60}")
         conversation = ExampleSource.understand(record, config)
-        completion = record.fields.get("completion")
-        if isinstance(completion, list) and len(completion) > 1:
-            raise DataError(
-                f"{record.where}: expected 'completion' to be one message, as a label judges the last turn alone, "
-                f"found {len(completion)}; put the messages before it into the prompt"
-            )
+        for name in OF_MESSAGES:
+            given = record.fields.get(name)
+            if isinstance(given, list) and len(given) > 1:
+                raise DataError(
+                    f"{record.where}: expected {name!r} to be one message, as a label judges the last turn alone, "
+                    f"found {len(given)}; put the messages before it into the prompt"
+                )
         if conversation.weights[-1] != 1:
             raise DataError(
                 f"{record.where}: expected no weight on the response, which counts as a whole, found "

@@ -38,11 +38,10 @@ def evict(folder: Path, most_bytes: float, *, besides: Path | None = None) -> No
             file.unlink(missing_ok=True)
 
 
-def files_of(place: Path, *endings: str) -> Iterator[Path]:
-    """Yields the files of a folder, or the file, in the order in which they are read."""
+def files_of(place: Path) -> Iterator[Path]:
+    """Yields the files of a folder, or the file, in the order in which they are read. Folders within are not read."""
     if place.is_dir():
-        found = (file for file in place.rglob("*") if file.suffix in (endings or EXTENSIONS))
-        yield from sorted(file for file in found if file.is_file())
+        yield from sorted(file for file in place.iterdir() if file.suffix in EXTENSIONS and file.is_file())
     else:
         yield place
 

@@ -12,9 +12,9 @@ from jinja2 import TemplateError
 
 from rlframe.data.config import DataConfig
 from rlframe.data.text.special_tokens import Rendering, encode_renderings, marked, marks_for, special_tokens
-from rlframe.data.text.template import kwargs_faults
+from rlframe.data.text.template import kwargs_faults, kwargs_of
 from rlframe.data.text.tool_calls import Tool, names_in, with_arguments_as_text
-from rlframe.models.chat_template import proposal
+from rlframe.models.chat_template import Exported, proposal, text_of
 from rlframe.types.messages import Message
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import ConfigError, DataError
@@ -52,7 +52,7 @@ def render(
     end.
 
     Raises:
-        ConfigError: the template does not read one of `data.chat_template_kwargs`.
+        ConfigError: the template does not read one of `data.chat_template_kwargs`, or `data.chat_template_date`.
         DataError: the tokenizer has no chat template, or the template refuses the conversation, does not end, writes
             nothing, or leaves out a tool or a call of one.
     """
@@ -73,7 +73,7 @@ def render(
         tools=given[1] or None,
         tokenize=False,
         add_generation_prompt=generation_prompt,
-        **config.chat_template_kwargs or {},
+        **kwargs_of(config),
     )
     try:
         with _limited(config.template_limit_s):
@@ -98,6 +98,41 @@ def end_token(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     text = render(tokenizer, turns, config=config, generation_prompt=False, where="a turn").text
     rest = text.rpartition(SENTINEL)[2].lstrip()
     return next((token for token in special_tokens(tokenizer) if rest.startswith(token)), "")
+
+
+def exported(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Exported | None:
+    """Returns the chat template that exported models get, or None if they keep their own.
+
+    Args:
+        tokenizer: with that template.
+    """
+    if config.chat_template is None:
+        return None
+    end = special_tokens(tokenizer).get(end_token(tokenizer, config))
+    return Exported(text=text_of(config.chat_template), end_token_id=end)
+
+
+def end_by_next_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, role: str) -> str:
+    """Returns the special token with which the next turn begins, and white space before it, where the template ends a
+    turn of the assistant with no token of its own, as GLM's, whose models sample that of the next turn. Else empty.
+
+    Args:
+        role: of the next turn, user or tool.
+    """
+    said: Message = {"role": "assistant", "content": SENTINEL}
+    if role == "tool":
+        function = {"name": "x", "arguments": {"x": SENTINEL}}
+        said = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    turns = [{"role": "user", "content": "x"}, said]
+    written = partial(render, tokenizer, config=config, generation_prompt=False, where="a turn")
+    _, found, closure = written(turns).text.rpartition(SENTINEL)
+    rest = written([*turns, {"role": role, "content": "x"}]).text.rpartition(SENTINEL)[2]
+    if not found or not rest.startswith(closure):
+        return ""
+    rest = rest.removeprefix(closure)
+    begun = rest.lstrip()
+    end = next((token for token in special_tokens(tokenizer) if begun.startswith(token)), "")
+    return rest[: len(rest) - len(begun)] + end if end else ""
 
 
 def _written(apply: Callable[[list[Message]], Any], messages: list[Message]) -> Any:

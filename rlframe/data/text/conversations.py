@@ -57,15 +57,13 @@ class Conversation:
     """All turns, the system message included."""
     weights: tuple[float, ...]
     """One per message: weight of its tokens relative to the others', if the assistant's turns are learned."""
+    prompt: tuple[Message, ...]
+    """The turns before a completion that is a list of messages; otherwise those before the last turn if it is the
+    assistant's, or all turns."""
     answer: str | None
     """Answer that a reward compares with. None if the record has none."""
     tools: tuple[Tool, ...] = ()
     """Tools that the assistant may call."""
-
-    @property
-    def prompt(self) -> tuple[Message, ...]:
-        """The turns before the last assistant turn if the conversation ends with one, otherwise all turns."""
-        return self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages
 
     @property
     def prompt_text(self) -> str:
@@ -90,18 +88,7 @@ def understand(record: Record, config: DataConfig) -> Conversation:
         DataError: the record has no known shape, lacks a field, has a wrong type, or has media, which are not
             supported.
     """
-    messages = prompt_messages(record, config)
-    weights = _weights(record, config, len(messages))
-    response_key = config.answer_key or next((key for key in RESPONSE_KEYS if key in record.fields), None)
-    if response_key in OF_MESSAGES and isinstance(turns := record.fields.get(response_key), list):
-        more = _completion(record, response_key, turns, messages)
-        # As in TRL, what stands in the prompt is not learnt.
-        weights = [*_weights(record, config, len(messages), default=0.0), *_weights_of(record, response_key, turns)]
-        messages, response = [*messages, *more], None
-    else:
-        response = _text(record, response_key) if response_key else None
-    if response is not None and messages[-1]["role"] != "assistant":
-        messages, weights = [*messages, {"role": "assistant", "content": response}], [*weights, 1.0]
+    messages, weights, asked = turns_of(record, config)
     answer = _answer(record, config.answer_key)
     if answer is None and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         answer = messages[-1]["content"]
@@ -110,6 +97,7 @@ def understand(record: Record, config: DataConfig) -> Conversation:
         id=record.id,
         messages=tuple(messages),
         weights=tuple(weights),
+        prompt=tuple(messages[:asked]),
         answer=None if answer is None else final_answer(answer),
         tools=tools_of(record),
     )
@@ -117,6 +105,23 @@ def understand(record: Record, config: DataConfig) -> Conversation:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"{record.where}: expected a message from the user to answer, found turns of {roles}")
     return conversation
+
+
+def turns_of(record: Record, config: DataConfig) -> tuple[list[Message], list[float], int]:
+    """Returns the turns of prompt and response, the weight of each, and the number of turns of the prompt. Raises
+    DataError as `understand`."""
+    messages = prompt_messages(record, config)
+    weights = _weights(record, config, len(messages))
+    response_key = config.answer_key or next((key for key in RESPONSE_KEYS if key in record.fields), None)
+    if response_key in OF_MESSAGES and isinstance(turns := record.fields.get(response_key), list):
+        more = _completion(record, response_key, turns, messages)
+        # As in TRL, what stands in the prompt is not learnt.
+        weights = [*_weights(record, config, len(messages), default=0.0), *_weights_of(record, response_key, turns)]
+        return [*messages, *more], weights, len(messages)
+    response = _text(record, response_key) if response_key else None
+    if response is not None and messages[-1]["role"] != "assistant":
+        messages, weights = [*messages, {"role": "assistant", "content": response}], [*weights, 1.0]
+    return messages, weights, len(messages) - (messages[-1]["role"] == "assistant")
 
 
 def final_answer(text: str) -> str:
@@ -134,13 +139,21 @@ def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
     Raises:
         DataError: the record has no known shape, a wrong type, or media, which are not supported.
     """
+    return with_system(record, config, _messages_of_record(record, config.prompt_key))
+
+
+def with_system(record: Record, config: DataConfig, messages: Sequence[Message]) -> list[Message]:
+    """Returns the turns, behind the system message of the record or of the settings if they have none. Raises DataError
+    if the record has media."""
     for key in UNREAD_KEYS:
         if record.fields.get(key) not in NONE:
             raise DataError(f"{record.where}: expected a text conversation, found {key!r}, which rlframe does not read")
-    messages = _messages_of_record(record, config.prompt_key)
-    if config.system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return messages
+    system = record.fields.get("system")
+    if not (isinstance(system, str) and system):
+        system = config.system_prompt
+    if system is None or messages[0]["role"] == "system":
+        return list(messages)
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _completion(record: Record, key: str, turns: list[Any], prompt: Sequence[Message]) -> list[Message]:
@@ -197,18 +210,12 @@ def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]
         raise DataError(f"{record.where}: expected the field {key!r} (data.prompt_key), found {record.names}")
     value = fields[key]
     if isinstance(value, list) and value:
-        messages = message_list(record, key, value)
-    elif isinstance(value, str) and value.strip():
-        messages = _alpaca(record) if key == "instruction" else [{"role": "user", "content": value}]
-    else:
-        raise DataError(
-            f"{record.where}: expected {key!r} to be text or a list of messages, "
-            f"found {type(value).__name__} {value!r:.60}"
-        )
-    system = fields.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return messages
+        return message_list(record, key, value)
+    if isinstance(value, str) and value.strip():
+        return _alpaca(record) if key == "instruction" else [{"role": "user", "content": value}]
+    raise DataError(
+        f"{record.where}: expected {key!r} to be text or a list of messages, found {type(value).__name__} {value!r:.60}"
+    )
 
 
 def message_list(record: Record, key: str, turns: list[Any]) -> list[Message]:

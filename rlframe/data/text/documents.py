@@ -1,13 +1,14 @@
 """Texts without turns: documents, queries, and the texts compared with them."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from rlframe.data.config import DataConfig
 from rlframe.data.records import Record
-from rlframe.data.text.special_tokens import encode_as_text
+from rlframe.data.text.special_tokens import NEUTRAL, encode_as_text
 from rlframe.data.text.turns import Tokens
 from rlframe.types.messages import Message
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
@@ -53,15 +54,27 @@ def last_token_counts(token_ids: list[int]) -> Tokens:
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig, where: str) -> Tokens:
-    """Returns the text's tokens and the end-of-text token, which stands for it."""
-    return last_token_counts([*token_ids_of(text, tokenizer, config=config, where=where), end_of_text(tokenizer)])
+    """Returns the tokens of `document`, of which the last stands for the text."""
+    return last_token_counts(document(text, tokenizer, config=config, where=where))
 
 
-def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig, where: str) -> list[int]:
-    """Returns the text's tokens. Raises DataError naming `where` for a special token that cannot be text."""
+def document(text: str, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig, where: str) -> list[int]:
+    """Returns the tokens that the tokenizer puts before a text, those of the text, and the end-of-text token. Raises
+    DataError naming `where` for a special token that cannot be text."""
     if config.special_tokens_in_text:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    return encode_as_text(tokenizer, text, where=where)
+        own = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        own = encode_as_text(tokenizer, text, where=where)
+    return [*beginning(tokenizer), *own, end_of_text(tokenizer)]
+
+
+@cache
+def beginning(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Returns the tokens that the tokenizer puts before a text, as the model is served: those of Llama and Gemma put
+    the beginning-of-text token there."""
+    whole, own = (tokenizer(NEUTRAL, add_special_tokens=added)["input_ids"] for added in (True, False))
+    starts = range(len(whole) - len(own) + 1)
+    return tuple(whole[: next((start for start in starts if whole[start : start + len(own)] == own), 0)])
 
 
 def text_field(record: Record, keys: tuple[str, ...], setting: str | None = None) -> str:

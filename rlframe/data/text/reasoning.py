@@ -16,6 +16,7 @@ KEYS = ("reasoning_content", "reasoning", "thinking")
 READ_AS = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates read it, by preference: most of them the first, gpt-oss the second."""
 KEY = "reasoning_content"
+CLOSING = "</think>"
 
 
 def reasoning_of(record: Record, name: str, turn: Mapping[str, Any], *, role: str) -> dict[str, str]:
@@ -46,12 +47,14 @@ def as_read(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, 
     """
     if not any(KEY in message for message in messages):
         return list(messages)
-    name = _name_read(text_of_template(tokenizer))
+    template = text_of_template(tokenizer)
+    name = _name_read(template)
     if name is None:
+        # DeepSeek R1's takes what stands before the closing tag out of the content.
+        into = "" if CLOSING in template else "put it into the content, as the model is to write it, "
         raise DataError(
             f"{where}: the chat template of {tokenizer.name_or_path!r} never reads {KEY}, so the reasoning would be "
-            "lost; put it into the content, as the model is to write it, remove it from the data, or set "
-            "data.chat_template to a template that reads it"
+            f"lost; {into}remove it from the data, or set data.chat_template to a template that reads it"
         )
     return [_renamed(message, name) for message in messages]
 
@@ -73,6 +76,15 @@ def check_is_written(message: Message, turn: str, rendering: Rendering) -> None:
 def is_left_out(message: Message, text: str) -> bool:
     """Returns whether the message has reasoning that the text has not."""
     return KEY in message and message[KEY].strip() not in text
+
+
+def remedies(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns what helps where the template begins a turn otherwise than it writes it, as those do that begin the
+    reasoning."""
+    template = text_of_template(tokenizer)
+    found = [f"give the turn a {KEY}"] if _name_read(template) else []
+    found += ["set data.chat_template_kwargs={enable_thinking: false}"] if "enable_thinking" in template else []
+    return ", or ".join([*found, f"set data.chat_template to a template that writes a {KEY} where it begins one"])
 
 
 def _renamed(message: Message, name: str) -> Message:

@@ -1,15 +1,15 @@
 """Converts the turns of a conversation to tokens, and marks the learned ones."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from rlframe.data.config import DataConfig
-from rlframe.data.text.chat import encode, render
-from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out
+from rlframe.data.text.chat import encode, end_by_next_turn, render
+from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out, remedies
 from rlframe.data.text.special_tokens import Rendering, special_tokens
 from rlframe.data.text.tool_calls import Tool
 from rlframe.types.messages import Message
@@ -70,8 +70,9 @@ def encode_turns(
     weight, as the template serves it.
 
     A turn is what the conversation up to it has beyond the rendering of all turns before it with an opened assistant
-    turn, up to and with the token that ends it. Where the rendering of the turns before it does not begin with what the
-    sequence has so far, because the template rewrites earlier turns, a further sequence begins.
+    turn, up to and with the token that ends it: that of the next turn if the template writes none of its own. Where the
+    rendering of the turns before it does not begin with what the sequence has so far, because the template rewrites
+    earlier turns, a further sequence begins.
 
     Args:
         weights: one per message, 0.0 on messages that are not the assistant's; at least one is above 0.
@@ -88,7 +89,10 @@ def encode_turns(
     for index in turns:
         texts.append(rendered(given[:index], generation_prompt=True))
         texts.append(rendered(given[: index + 1], generation_prompt=False))
-        check_is_written(messages[index], _beyond(*texts[-2:]), texts[-1])
+        turn = _beyond(*texts[-2:])
+        check_is_written(messages[index], turn, texts[-1])
+        if turn:
+            texts[-1] = _ended(texts[-1], messages, index, tokenizer=tokenizer, config=config)
     prefixes = encode(tokenizer, texts)
     sequences: list[_Sequence] = []
     for index, opened, closed in zip(turns, prefixes[0::2], prefixes[1::2], strict=True):
@@ -131,6 +135,25 @@ class _Sequence:
         return Tokens(token_ids=np.array(self.token_ids, dtype=np.int32), weights=weights)
 
 
+def _ended(
+    closed: Rendering,
+    messages: Sequence[Message],
+    index: int,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+) -> Rendering:
+    """Returns the conversation up to a turn of the assistant with the special token that ends it: where the template
+    writes none, the first one of the turn that follows, or that would."""
+    text = closed.marked.rstrip()
+    if any(text.endswith(token) for token in special_tokens(tokenizer)):
+        return closed
+    role = messages[index + 1]["role"] if index + 1 < len(messages) else ""
+    if role not in ("user", "tool"):
+        role = "tool" if "tool_calls" in messages[index] else "user"
+    return replace(closed, marked=closed.marked + end_by_next_turn(tokenizer, config, role=role))
+
+
 def _beyond(opened: Rendering, closed: Rendering) -> str:
     """Returns what a rendering has beyond another; the whole if it does not begin with it."""
     return closed.text.removeprefix(opened.text)
@@ -155,6 +178,5 @@ def _first_difference(opened: list[int], closed: list[int], tokenizer: PreTraine
     return (
         "the chat template opens a turn of the assistant otherwise than it writes it, so that its tokens cannot be "
         f"told apart: at token {at} the prompt of the turn reads {tokenizer.decode(opened[window])!r}, and with the "
-        f"turn the conversation reads {tokenizer.decode(closed[window])!r}. A template that begins the reasoning needs "
-        "a reasoning_content, or data.chat_template_kwargs such as enable_thinking=false"
+        f"turn the conversation reads {tokenizer.decode(closed[window])!r}; {remedies(tokenizer)}"
     )

@@ -135,7 +135,13 @@ class Trainer:
                 # Outputs start at zero: a critic predicts 0, and classes are equally likely.
                 value = torch.zeros(shape)
             elif reader is None:
-                value = random_tensor(name, shape, seed=self.setup.seed, device=str(self.setup.device))
+                value = random_tensor(
+                    name,
+                    shape,
+                    zero_centered_norms=self.model.architecture.zero_centered_norms,
+                    seed=self.setup.seed,
+                    device=str(self.setup.device),
+                )
             else:
                 value = reader.tensor(name)
             mark(f"loading {name}")

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +33,8 @@ class Decoder(Family):
     """Value of rope_theta if config.json has none."""
     default_tie = False
     """Value of tie_word_embeddings if config.json has none."""
+    default_rope: Mapping[str, Any] = MappingProxyType({})
+    """The rope_parameters if config.json has none, nor a rope_scaling."""
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     partial_rope = False
     """Whether the family reads partial_rotary_factor."""
@@ -61,6 +64,7 @@ class Decoder(Family):
             kinds=self.rope_kinds,
             partial=self.partial_rope,
             default_partial=self.default_partial,
+            default=self.default_rope,
         )
         faults_to_error(hf, self._unsupported(hf) + rope.faults)
         fields = {

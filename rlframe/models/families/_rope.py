@@ -2,11 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN = ("factor", "original_max_position_embeddings")
+TWO = (
+    "rope_scaling must say what rope_parameters says, which transformers ignores beside it: put its values into "
+    "rope_parameters, and remove it"
+)
+"""The fault of two sections that differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,16 +26,31 @@ class Rope:
 
 
 def read(
-    hf: Mapping[str, Any], *, default_theta: float, kinds: tuple[str, ...], partial: bool, default_partial: float = 1.0
+    hf: Mapping[str, Any],
+    *,
+    default_theta: float,
+    kinds: tuple[str, ...],
+    partial: bool,
+    default_partial: float = 1.0,
+    default: Mapping[str, Any] = MappingProxyType({}),
 ) -> Rope:
-    """Reads rope_parameters, as transformers 5 writes it, or the two older keys.
+    """Reads rope_parameters, as transformers 5 writes it, or the two older keys. Where they contradict each other, this
+    is a fault: transformers takes rope_scaling alone, without the theta that stands in rope_parameters.
 
     Args:
         kinds: the values of rope_type that the family knows.
         partial: whether the family may leave part of a head without positions.
         default_partial: the part of a head that has positions if config.json does not say.
+        default: the rope_parameters if config.json has neither.
     """
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    if hf.get("rope_parameters") and hf.get("rope_scaling"):
+        alone = [
+            read({**hf, key: None}, default_theta=default_theta, kinds=kinds, partial=partial,
+                 default_partial=default_partial)
+            for key in ("rope_parameters", "rope_scaling")
+        ]  # fmt: skip
+        return alone[0] if alone[0] == alone[1] else replace(alone[0], faults=[TWO])
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or default)
     theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or default_theta)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     percent = float(rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or default_partial)

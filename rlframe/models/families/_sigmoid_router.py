@@ -11,8 +11,19 @@ PUBLISHED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_fr
 """Keys that only the models' own code reads."""
 
 
-def features(config: Mapping[str, Any]) -> dict[str, Any]:
+def features(
+    config: Mapping[str, Any],
+    *,
+    default_scale: float = 2.5,
+    default_groups: tuple[int, int] = (1, 1),
+    default_dense: int = 3,
+) -> dict[str, Any]:
     """Returns the fields of `Architecture` about experts.
+
+    Args:
+        default_scale: value of routed_scaling_factor if config.json has none.
+        default_groups: values of n_group and topk_group if it has none.
+        default_dense: value of first_k_dense_replace if it has none.
 
     Raises:
         ConfigError: a key is missing, or Megatron-Core 0.16.1 computes the routing differently.
@@ -20,7 +31,10 @@ def features(config: Mapping[str, Any]) -> dict[str, Any]:
     # transformers 5 also knows the count as num_local_experts.
     hf: dict[str, Any] = {"n_routed_experts": config.get("num_local_experts"), **config}
     faults_to_error(hf, [f"{key} is missing" for key in NEEDED if hf.get(key) is None])
-    chosen, groups, per_token = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
+    chosen = hf["num_experts_per_tok"]
+    groups, per_token = (
+        hf.get(key, default) or 1 for key, default in zip(("n_group", "topk_group"), default_groups, strict=True)
+    )
     faults = []
     if chosen > 1 and not hf["norm_topk_prob"]:
         faults.append("norm_topk_prob must be true: Megatron-Core 0.16.1 always normalises sigmoid scores")
@@ -36,7 +50,8 @@ def features(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, known in PUBLISHED.items():
         if hf.get(key, known) != known:
             faults.append(f"{key} must be {known}, which is all that transformers computes, got {hf[key]!r:.60}")
-    layers, first = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
+    layers, stated = hf["num_hidden_layers"], hf.get("first_k_dense_replace")
+    first = default_dense if stated is None else stated
     kinds = hf.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in range(layers)]
     if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
         faults.append(f"mlp_layer_types must name dense or sparse for each of the {layers} layers, got {kinds!r:.60}")
@@ -49,7 +64,7 @@ def features(config: Mapping[str, Any]) -> dict[str, Any]:
         "sigmoid_router": True,
         "router_groups": groups,
         "router_groups_per_token": per_token,
-        "router_scale": float(hf.get("routed_scaling_factor", 1.0)),
+        "router_scale": float(hf.get("routed_scaling_factor", default_scale)),
         "moe_layers": tuple(kind == "sparse" for kind in kinds),
         "mtp_layers": _mtp.count(hf, "num_nextn_predict_layers"),
     }

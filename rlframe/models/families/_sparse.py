@@ -57,6 +57,8 @@ class SparseDecoder(Decoder):
     attention = SparseAttention()
     rope_kinds = ("default", "yarn")
     mtp = _mtp.BEHIND_LAYERS
+    default_groups = (1, 1)
+    """Values of n_group and topk_group if config.json has none."""
     interleaved_indexer = False
     """Whether the indexer pairs neighbouring dimensions for its positions."""
 
@@ -73,9 +75,7 @@ class SparseDecoder(Decoder):
         latent = _latent.features(hf)
         if hf["index_head_dim"] < latent["latent"].rotary_head_dim:
             faults_to_error(hf, [f"index_head_dim {hf['index_head_dim']} must be at least qk_rope_head_dim"])
-        # transformers has three dense layers unless the config says otherwise.
-        first = 3 if (stated := hf.get("first_k_dense_replace")) is None else stated
-        experts = _sigmoid_router.features({**hf, "first_k_dense_replace": first})
+        experts = _sigmoid_router.features(hf, default_groups=self.default_groups)
         indexer = IndexerDimensions(
             num_heads=hf["index_n_heads"],
             head_dim=hf["index_head_dim"],

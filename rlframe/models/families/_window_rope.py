@@ -49,12 +49,16 @@ def by_kind(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns config.json as it would be if all layers were of either kind: without and with a window.
 
     Raises:
-        ConfigError: rope_parameters does not say which kind it is about; transformers would not read it.
+        ConfigError: rope_parameters does not say which kind it is about, so that transformers would not read it, or
+            rope_scaling contradicts it.
     """
     given = hf.get("rope_parameters")
     if isinstance(given, dict) and given:
         if not given.keys() <= {*KINDS}:
             faults_to_error(hf, [f"rope_parameters must have the sections {' and '.join(KINDS)}"])
+        everywhere = given.get(KINDS[0]) or {}
+        if {**everywhere, **(hf.get("rope_scaling") or {})} != everywhere:
+            faults_to_error(hf, [_rope.TWO])
         plain = {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling")}
         everywhere, in_windows = ({**plain, "rope_parameters": given.get(kind) or {}} for kind in KINDS)
         return everywhere, in_windows

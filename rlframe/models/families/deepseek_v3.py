@@ -16,7 +16,7 @@ class DeepseekV3(Decoder):
     mtp = _mtp.BEHIND_LAYERS
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        return _sigmoid_router.features(hf) | _latent.features(hf)
+        return _sigmoid_router.features(hf, default_groups=(8, 4)) | _latent.features(hf)
 
 
 FAMILY = DeepseekV3()

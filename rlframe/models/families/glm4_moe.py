@@ -12,11 +12,12 @@ class Glm4Moe(Decoder):
 
     rope_kinds = ("default",)
     partial_rope = True
+    default_partial = 0.5
     attention_bias = True
     mtp = _mtp.BEHIND_LAYERS
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        return _sigmoid_router.features(hf) | {
+        return _sigmoid_router.features(hf, default_scale=1.0, default_dense=1) | {
             "qkv_bias": bool(hf.get("attention_bias")),
             "qk_norm": bool(hf.get("use_qk_norm")),
         }

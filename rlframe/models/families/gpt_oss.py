@@ -1,6 +1,7 @@
 """GPT-OSS 20B and 120B, as transformers stores them in bfloat16, or on the hub in MXFP4."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from rlframe.models.families._decoder import Decoder
@@ -57,6 +58,10 @@ class GptOss(Decoder):
 
     experts = StackedExperts()
     default_theta = 150000.0
+    default_rope = MappingProxyType({
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    })  # fmt: skip
     rope_kinds = ("default", "yarn")
     attention_bias = True
     windows = True

@@ -13,7 +13,6 @@ class Olmo2(Decoder):
     """Norms after attention and MLP instead of before, and one norm over all queries, one over all keys."""
 
     norms = NORMS
-    default_theta = 500000.0
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         return FEATURES

@@ -102,19 +102,20 @@ def record_model(
         return None, f"has a loader that does not take the tensors of an unquantised checkpoint: {error!r}"
 
 
-def random_weights(
-    names: Iterable[str], tensors: Mapping[str, tuple[int, ...]], *, seed: int, device: str
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of `models.random_init` one by one, drawn in another thread.
+def random_weights(names: Iterable[str], folder: Path, *, seed: int, device: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of `models.random_init` for the model in `folder` one by one, drawn in another thread.
 
     Engines load inside the memory pool of their sleep mode, which keeps freed memory (torch 2.11): the random numbers
     of a large model would not fit. A pool serves the thread that opened it, so another thread draws them. It uses this
     thread's stream, whose later work then needs no synchronization (vLLM has a stream of its own if tp is above 1).
     """
     stream = torch.cuda.current_stream() if device.startswith("cuda") else None
+    family = load_family(folder)
+    architecture = family.architecture(read_config(folder))
+    tensors, centered = family.tensors(architecture), architecture.zero_centered_norms
     with ThreadPoolExecutor(max_workers=1) as pool:
         for name in names:
-            draw = partial(random_tensor, name, tensors[name], seed=seed, device=device)
+            draw = partial(random_tensor, name, tensors[name], zero_centered_norms=centered, seed=seed, device=device)
             yield name, pool.submit(on_stream, stream, draw).result()
 
 

@@ -135,7 +135,7 @@ class RecordingLoader(DefaultModelLoader):
             yield from dequantized_weights(folder, held)
             return
         device = str(next(model.parameters()).device)
-        yield from random_weights(held, self._tensors, seed=self._random_seed, device=device)
+        yield from random_weights(held, folder, seed=self._random_seed, device=device)
 
 
 def write_cache_apart(model: Any) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rlframe.models import tokenizer, transformers_config
 from rlframe.models.hub import load_family, read_config
-from rlframe.models.random_init import random_tensor
 from rlframe.ops.float32_logits import float32_logits as float32_product
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.config import CacheAfterSync, RolloutConfig
@@ -25,6 +24,7 @@ from rlframe.rollout.base.engine import RolloutEngine, check_names
 from rlframe.rollout.base.gate import VersionGate
 from rlframe.rollout.base.routes import RouteRecorder, Routers
 from rlframe.rollout.served.plain import dequantized_model, is_quantized, plain_config
+from rlframe.rollout.served.recording import random_weights
 from rlframe.rollout.transformers.decode import Control, DecodeLoop
 from rlframe.rollout.transformers.kv_cache import ATTENTION, KVCache, attend
 from rlframe.rollout.transformers.states import KIND
@@ -155,11 +155,9 @@ class TransformersEngine(RolloutEngine):
             if is_quantized(self.folder):
                 return dequantized_model(self.folder, **options)
             return AutoModelForCausalLM.from_pretrained(self.folder, config=hf, **options)
-        weights = {
-            # The weights are drawn on the trainer's device, as the trainer's are; the model is built on the CPU.
-            name: random_tensor(name, shape, seed=random_seed, device=device).cpu()
-            for name, shape in self._tensors().items()
-        }
+        # The weights are drawn on the trainer's device, as the trainer's are; the model is built on the CPU.
+        drawn = random_weights(self._tensors(), self.folder, seed=random_seed, device=device)
+        weights = {name: weight.cpu() for name, weight in drawn}
         hf = plain_config(hf, overrides={})
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
         return model_class.from_pretrained(None, config=hf, state_dict=weights, **options)

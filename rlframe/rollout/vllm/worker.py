@@ -157,7 +157,7 @@ class RecordingLoader(DefaultModelLoader):
             yield from dequantized_weights(folder, held)
             return
         device = str(next(model.parameters()).device)
-        yield from random_weights(held, tensors, seed=self._random_seed, device=device)
+        yield from random_weights(held, folder, seed=self._random_seed, device=device)
 
 
 def capture_of(model: Any, vllm_config: Any) -> RouteCapture | None:

@@ -35,6 +35,7 @@ OF_SOME_KINDS = (
     "labels",
     "chat_template",
     "chat_template_kwargs",
+    "chat_template_date",
     "template_limit_s",
     "max_prompt_tokens",
     "cache_folder",

@@ -19,8 +19,7 @@ from rlframe.cluster import runtime
 from rlframe.cluster.joined import inspection, nodes
 from rlframe.cluster.placement import Placement, reserve
 from rlframe.cluster.watch.activities import waiting
-from rlframe.data.text.chat import end_token
-from rlframe.data.text.special_tokens import special_tokens
+from rlframe.data.text.chat import exported
 from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.phases import Phases, Sleeper
 from rlframe.loops.report.refresh import Page
@@ -33,7 +32,7 @@ from rlframe.loops.schedule import Event, Schedule
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.models import remote_code, tokenizer
-from rlframe.models.chat_template import Exported, text_of
+from rlframe.models.chat_template import Exported
 from rlframe.models.hub import resolve
 from rlframe.models.inspection import has_mtp
 from rlframe.rollout.base.speculative import SpeculativeMethod
@@ -164,11 +163,7 @@ class Parts:
 
     def chat_template(self) -> Exported | None:
         """Returns the chat template that exported models get, or None if they keep their own."""
-        data = self.config.data
-        if data.chat_template is None:
-            return None
-        end = end_token(self.tokenizer, data)
-        return Exported(text=text_of(data.chat_template), end_token_id=special_tokens(self.tokenizer).get(end))
+        return exported(self.tokenizer, self.config.data)
 
     def schedule(self) -> Schedule:
         """Returns which steps the loop does, and what follows which of them."""

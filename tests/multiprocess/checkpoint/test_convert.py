@@ -13,16 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file, save_file
 
-from rlframe.models.hub import load_family, read_config
+from rlframe.models.chat_template import text_of
+from rlframe.models.hub import EMBEDDED, load_family, read_config
 from rlframe.tools.convert import LIMIT_NATS, VERIFIED_TOKENS
 from rlframe.utils.errors import CheckpointError
+from tests.mtp_models import make_with_mtp
 from tests.multiprocess.distributed import run_distributed, template
 from tests.tiny_models import make
 
-MODELS = ("qwen3_moe", "qwen3", "llama_scaled", "glm4_moe", "qwen3_next")
+WITH_MTP = "with_mtp/model"
+MODELS = ("qwen3_moe", "qwen3", "llama_scaled", "glm4_moe", "qwen3_next", WITH_MTP)
+ASKED = "{% for message in messages %}{{ message.content }}{% endfor %}"
 LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 4096}
 """52 M parameters: 208 MB in float32, in tensors of 8 MB at most."""
 
@@ -40,6 +45,14 @@ def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]
     model, there, back = (str(folder / f"glm4_moe{part}") for part in ("", "-bfloat16", "-bfloat16-back"))
     main(["to-megatron", "--model", model, "--out", there])
     main(["to-huggingface", "--checkpoint", there, "--model", model, "--out", back])
+    training = shutil.copytree(folder / "qwen3-there", folder / "run" / "checkpoints" / "step-00000001" / "training")
+    (folder / "run" / "config.yaml").write_text("data: {chat_template: plain}")
+    (folder / "asked.jinja").write_text(ASKED)
+    shutil.copytree(EMBEDDED / "qwen3_moe_tiny_tools", folder / "words")
+    shutil.copy(folder / "qwen3" / "config.json", folder / "words")
+    for out, more in (("of-run", []), ("asked", ["--chat-template", str(folder / "asked.jinja")])):
+        main(["to-huggingface", "--checkpoint", str(training), "--model", str(folder / "words"),
+              "--out", str(folder / out), *more])  # fmt: skip
     chunks.EXPORT_CHUNK_BYTES = 1 << 24
     model, there, back = (str(folder / part) for part in ("large", "large-there", "large-back"))
     growth = {}
@@ -69,7 +82,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Models in Hugging Face format."""
     folder = tmp_path_factory.mktemp("convert")
     for name in MODELS:
-        make(name, folder / name)
+        if name == WITH_MTP:
+            make_with_mtp("glm4_moe", (folder / name).parent)
+        else:
+            make(name, folder / name)
     large = transformers.Qwen3Config(**LARGE, head_dim=64, num_attention_heads=8, num_key_value_heads=4)
     transformers.AutoModelForCausalLM.from_config(large, dtype=torch.float32).save_pretrained(folder / "large")
     return folder
@@ -100,6 +116,13 @@ def test_there_and_back_is_the_same_model(name: str, folder: pathlib.Path, growt
     with torch.no_grad():
         assert torch.equal(ours(token_ids).logits, theirs(token_ids).logits)
     assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+
+
+def test_the_exported_model_has_the_chat_template_of_its_run_or_the_one_asked_for(
+    folder: pathlib.Path, growth: dict[str, Any]
+) -> None:
+    for out, text in (("of-run", text_of("plain")), ("asked", ASKED)):
+        assert (folder / out / "chat_template.jinja").read_text() == text
 
 
 def test_the_model_is_never_in_memory_as_a_whole(folder: pathlib.Path, growth: dict[str, Any]) -> None:
@@ -134,13 +157,18 @@ def test_verification_passes_a_checkpoint_of_more_precision_than_the_model(
 
 
 def refusals(folder: pathlib.Path) -> tuple[str, str]:
-    """What is said of a checkpoint of another model, and of one with the same tensors but other values."""
+    """What is said of a checkpoint of another model and of one of adapters, and of one with the same tensors but other
+    values."""
     from rlframe.megatron.cpu import platform  # noqa: PLC0415 - see load_for_training
     from rlframe.tools.convert import main, verify  # noqa: PLC0415
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
         main(["to-huggingface", "--checkpoint", str(folder / "qwen3-there"), "--model", str(folder / "qwen3_moe"),
+              "--out", str(folder / "refused")])  # fmt: skip
+    dcp.save({"lora.base_model.x.lora_A.weight": torch.zeros(1)}, checkpoint_id=folder / "adapters", no_dist=True)
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
+        main(["to-huggingface", "--checkpoint", str(folder / "adapters"), "--model", str(folder / "qwen3"),
               "--out", str(folder / "refused")])  # fmt: skip
     platform.install(torch.device("cpu"))
     from rlframe.megatron.worker.convert import one_rank  # noqa: PLC0415
@@ -166,6 +194,8 @@ def refused(folder: pathlib.Path, growth: dict[str, Any]) -> tuple[str, str]:
 
 def test_a_checkpoint_of_another_model_is_refused(folder: pathlib.Path, refused: tuple[str, str]) -> None:
     assert "does not hold this model" in refused[0]
+    assert f"{folder / 'adapters'} holds adapters (train.lora) without the model that they belong to" in refused[0]
+    assert "is not an option" not in refused[0]
     assert not (folder / "refused").exists()
 
 

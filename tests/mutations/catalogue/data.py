@@ -90,6 +90,7 @@ MUTATIONS: list[Mutation] = [
         "tests/unit/data/test_prompts.py tests/unit/data/test_mixing.py",
         ("prompts that are held out stay", "lambda _, prompt: prompt not in prompts", "lambda _, prompt: True"),
         ("a subset is the first records", "sorted(order[: entry.count])", "range(entry.count)"),
+        ("repeated prompts cost more than a tenth", "if sizes[prompt] > left:", "if False:"),
     ),
     *faults(
         "rlframe/data/text/conversations.py",
@@ -102,8 +103,8 @@ MUTATIONS: list[Mutation] = [
         ("the worked solution is the answer", 'return match[1].replace(",", "") if match else text', "return text"),
         (
             "the answer is part of the prompt",
-            'return self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages',
-            "return self.messages",
+            'return messages, weights, len(messages) - (messages[-1]["role"] == "assistant")',
+            "return messages, weights, len(messages)",
         ),
         ("message weights are 1", "weights[index] = float(weight)", "weights[index] = 1.0"),
     ),

@@ -69,6 +69,6 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/data/text/chat.py",
         "tests/unit/data/text/test_template.py",
-        ("keywords do not reach the template", "**config.chat_template_kwargs or {},", ""),
+        ("keywords do not reach the template", "**kwargs_of(config),", ""),
     ),
 ]

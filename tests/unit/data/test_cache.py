@@ -100,6 +100,27 @@ def test_whatever_decides_the_items_makes_another_file(tmp_path: Path, tokenizer
     assert count(replace(config, cache_folder=None)) == 7
 
 
+def test_a_file_that_is_moved_or_renamed_makes_another_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    folder = tmp_path / "data"
+    (folder / "aside").mkdir(parents=True)
+    for name, rows in (("a", ROWS["texts"][:5]), ("b", ROWS["texts"][5:10])):
+        write(folder / f"{name}.jsonl", rows)
+    config = DataConfig(path=str(folder), cache_folder=str(tmp_path / "cache"), evaluation_count=0)
+
+    def count() -> int:
+        return sum(
+            item.num_tokens
+            for stream in [find_source("texts")(config, tokenizer=tokenizer, seed=0, max_tokens=100)]
+            for item in stream.next(len(stream))
+        )
+
+    both = count()
+    (folder / "b.jsonl").rename(folder / "aside" / "b.jsonl")
+    assert count() < both
+    (folder / "aside" / "b.jsonl").rename(folder / "c.jsonl")
+    assert count() == both and len(list((tmp_path / "cache").iterdir())) == 3
+
+
 def test_a_folder_that_cannot_be_written_to_costs_a_warning(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,6 +123,20 @@ def test_a_held_out_prompt_is_never_trained_on_even_under_another_id(
     assert stream.dropped == {"prompt is held out": 1}
 
 
+@pytest.mark.parametrize(("count", "kept", "dropped"), [(256, 10, 0), (2, 2, 8)])
+def test_prompts_of_several_records_are_held_out_whole_and_cost_a_tenth_at_most(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, count: int, kept: int, dropped: int
+) -> None:
+    rows = [{"id": str(index), "prompt": f"question {index % 20}", "answer": str(index)} for index in range(100)]
+    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), evaluation_count=count)
+    stream = PromptSource(config, tokenizer=tokenizer, seed=0)
+    held_out = {prompt.text for prompt in stream.evaluation_prompts()}
+    # Of 100 records 10 at most: two prompts of five.
+    assert (len(held_out), len(stream.evaluation_prompts()), len(stream)) == (2, kept, 90)
+    assert stream.dropped.total() == dropped
+    assert not {prompt.text for prompt in stream.next(len(stream))} & held_out
+
+
 def test_dropped_records_are_counted_by_reason(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [*numbered(5), {"id": "3", "prompt": "twice"}, {"id": "long", "prompt": "x" * 500}]
     config = DataConfig(path=write(tmp_path / "a.jsonl", rows), evaluation_count=0, max_prompt_tokens=100)

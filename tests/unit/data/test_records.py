@@ -146,6 +146,8 @@ def test_turns_of_a_prompt_are_not_learnt_where_the_completion_is_a_list_of_mess
     config = DataConfig(system_prompt="Add.")
     found = understand(Record(fields=fields, source="s", where="s:1"), config)
     assert found.weights == (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5)
+    # The policy answers the prompt itself, and is given nothing of the completion.
+    assert found.prompt == found.messages[:4]
     told = {"prompt": [USER, {**FOUR, "weight": 1}, USER], "completion": [FOUR]}
     assert understand(Record(fields=told, source="s", where="s:1"), DataConfig()).weights == (0.0, 1.0, 0.0, 1.0)
 

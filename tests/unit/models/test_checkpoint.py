@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config
 
+from rlframe.models.chat_template import Exported
 from rlframe.models.checkpoint import INDEX, SINGLE, CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.hub import EMBEDDED
 from rlframe.utils.errors import CheckpointError
@@ -140,6 +141,18 @@ def test_a_generation_config_that_is_there_is_kept(tmp_path: Path) -> None:
     copy_sidecars(source, tmp_path / "export", dtype=torch.float32)
     kept = (tmp_path / "export" / "generation_config.json").read_text()
     assert kept == '{"eos_token_id": 4, "top_p": 0.9}'
+
+
+def test_an_export_has_all_chat_templates_of_the_source(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "export"
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "qwen3_moe_tiny")
+    tokenizer.chat_template = {"default": "d", "tool_use": "t"}
+    tokenizer.save_pretrained(source)
+    shutil.copy(EMBEDDED / "qwen3_moe_tiny" / "config.json", source)
+    copy_sidecars(source, folder, dtype=torch.bfloat16)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == {"default": "d", "tool_use": "t"}
+    Exported(text="own", end_token_id=None).write(folder)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == "own"
 
 
 def test_transformers_reads_what_we_write(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What config.json means, and where the pieces of fused parameters lie."""
 
+import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,10 @@ from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.families.qwen3_next import FAMILY as QWEN3_NEXT
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.transformers_config import SAME_AS
+from rlframe.rollout.served.recording import checkpoint_tensors, random_weights
 from rlframe.utils.errors import ConfigError
+from tests.tiny_models import COMMON, MODELS
 from tests.unit.models.parameters import empty
 
 HF: dict[str, Any] = {
@@ -63,6 +68,8 @@ LATENT = ROUTED | {
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 2,
     "v_head_dim": 3,
+    "n_group": 1,
+    "topk_group": 1,
 }
 INDEXED = LATENT | {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 4, "index_head_dim": 8}
 STACKED = HF | {
@@ -159,6 +166,10 @@ def test_llama3_rope_is_read_from_both_forms(rope: dict[str, Any]) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn needs original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling must say what rope_parameters says, .*: put its values into rope_parameters",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method must be one of fp8"),
     ],
 )
@@ -171,6 +182,52 @@ def test_families_differ_where_they_should() -> None:
     assert QWEN2.architecture(HF | {"model_type": "qwen2"}).qkv_bias
     qwen3 = QWEN3.architecture(HF | {"model_type": "qwen3"})
     assert qwen3.qk_norm and qwen3.head_dim == 128  # transformers' own default, not 4 / 4
+
+
+def test_two_sections_about_rope_may_agree() -> None:
+    linear = {"rope_type": "linear", "factor": 2.0}
+    a = LLAMA.architecture(
+        HF | {"rope_parameters": linear | {"rope_theta": 5e5}, "rope_theta": 5e5, "rope_scaling": linear}
+    )
+    assert (a.rope_theta, a.rope_scaling) == (5e5, linear)
+
+
+DECIDED_BY_DEFAULTS = ("rope_theta", "rope_scaling", "rotary_percent", "router_scale", "router_groups",
+                       "router_groups_per_token", "moe_layers", "window_layers", "window_rope_theta")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_config_json_does_not_say_is_what_transformers_takes(name: str) -> None:
+    cls, own = MODELS[name]
+    whole = getattr(transformers, cls)(**(COMMON | own)).to_dict() | ({"model_type": name} if name in SAME_AS else {})
+    family = importlib.import_module(f"rlframe.models.families.{whole['model_type']}").FAMILY
+    known = transformers.CONFIG_MAPPING[SAME_AS.get(name, whole["model_type"])]
+    for key in ("rope_parameters", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace",
+                "mlp_layer_types", "layer_types", "sliding_window"):  # fmt: skip
+        less = {each: value for each, value in whole.items() if each != key}
+        theirs = known.from_dict(copy.deepcopy(less)).to_dict() | {"model_type": whole["model_type"]}
+        found = [_read(family, hf) for hf in (less, theirs)]
+        # What is refused cannot be wrong.
+        assert found[0] in (found[1], None), key
+
+
+def _read(family: Any, hf: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        read = family.architecture(hf)
+    except ConfigError:
+        return None
+    return {field: getattr(read, field) for field in DECIDED_BY_DEFAULTS}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_next"])
+def test_random_norms_are_those_of_transformers_own_random_weights(name: str, tmp_path: Path) -> None:
+    cls, own = MODELS[name]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, cls)(**(COMMON | own)))
+    model.config.save_pretrained(tmp_path)
+    theirs = model.state_dict()
+    found = dict(random_weights(checkpoint_tensors(tmp_path), tmp_path, seed=0, device="cpu"))
+    norms = [each for each in found if each.endswith("norm.weight")]
+    assert len(norms) >= 7 and all(torch.equal(found[each], theirs[each]) for each in norms)
 
 
 def test_experts_of_deepseek_and_glm_are_read() -> None:

@@ -40,6 +40,20 @@ def test_the_same_configuration_resumes(tmp_path: Path) -> None:
     claim(run_in(tmp_path))
 
 
+def test_the_day_that_a_template_writes_stays_that_of_the_first_start(tmp_path: Path) -> None:
+    assert output.dated(run_in(tmp_path)) == run_in(tmp_path)
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    begun = run_in(tmp_path / "run", f"data.chat_template={template}")
+    today = output.dated(begun).data.chat_template_date
+    assert today and begun.data.chat_template_date is None
+    began = replace(begun, data=replace(begun.data, chat_template_date="2026-11-23"))
+    claim(output.dated(began))
+    resumed = output.dated(begun)
+    assert resumed.data.chat_template_date == "2026-11-23"
+    claim(resumed)
+
+
 def test_length_place_and_logging_may_change(tmp_path: Path) -> None:
     claim(run_in(tmp_path))
     changed = run_in(

@@ -43,6 +43,19 @@ def test_of_a_streamed_dataset_the_first_window_is_shown(tmp_path: Path, capsys:
     assert first.endswith("rows.jsonl: 2 examples to train on in its first 2 records, 0 held out")
 
 
+def test_prompts_of_all_stages_of_a_curriculum_are_counted_once(tmp_path: Path) -> None:
+    easy, hard = (
+        {"prompt": text, "answer": "1", "level": level} for text, level in (("1=", "easy"), ("12+34=", "hard"))
+    )
+    stages = ["data.curriculum.by=stage", "data.curriculum.field=level", "data.curriculum.stages={easy: 1, hard: 9}"]
+    run = load("grpo_qwen3_moe", [rows(tmp_path, easy, hard), "data.evaluation_count=0", *stages])
+    lines = list(report(run, colours=False, width=103))
+    assert lines[0].endswith("2 prompts to train on, 0 held out")
+    assert [line for line in lines if line.startswith("<|user|>")] == [
+        "<|user|>1=<|end|><|assistant|>", "<|user|>12+34=<|end|><|assistant|>",
+    ]  # fmt: skip
+
+
 def test_a_pair_stands_side_by_side_and_a_terminal_gets_colours(tmp_path: Path) -> None:
     data = rows(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5})
     run = load("sft_qwen3_moe_tiny", ["algorithm=dpo", data, "data.evaluation_count=0"])

@@ -46,3 +46,8 @@ def test_the_choices_of_commands_are_suggested(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         made.parse_args(["to-megatron", "--chekpoint=x"])
     assert "--chekpoint is not an option; did you mean --checkpoint?" in capsys.readouterr().err
+    # What a program says of its work is no fault of an option.
+    with pytest.raises(SystemExit):
+        made.parse_args(["to-megatron", "--checkpoint=x"])
+        made.error("there is no x")
+    assert "is not an option" not in capsys.readouterr().err

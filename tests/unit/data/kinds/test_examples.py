@@ -13,7 +13,7 @@ from rlframe.data.records import Record
 from rlframe.data.text.conversations import understand
 from rlframe.data.text.turns import Tokens
 from rlframe.utils.errors import DataError
-from tests.unit.data.marks import marked
+from tests.unit.data.marks import marked, with_template
 
 
 def examples_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> tuple[Tokens, ...]:
@@ -37,6 +37,29 @@ def test_every_assistant_turn_is_trained_on(tokenizer: PreTrainedTokenizerFast) 
     example = example_of(tokenizer, {"messages": [{"role": role, "content": text} for role, text in turns]})
     assert marked(example, tokenizer) == (
         "<system>S<end>\n<user>a<end>\n<assistant>[b][<end>]\n<user>c<end>\n<assistant>[d][e][<end>]"
+    )
+
+
+ENDLESS = (
+    "{% for m in messages %}<{{ 'system' if m.role == 'tool' else m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}={{ call.function.arguments.x }};{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Ends no turn, as GLM's. Tools answer in turns of their own."""
+
+
+def test_a_turn_that_the_template_does_not_end_is_ended_by_the_next_one(tokenizer: PreTrainedTokenizerFast) -> None:
+    endless = with_template(tokenizer, ENDLESS)
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d\n")]
+    messages: list[dict] = [{"role": role, "content": text} for role, text in turns]
+    said = "<user>a<assistant>[b][<user>]c<assistant>[d][\n][<user>]"
+    assert marked(example_of(endless, {"messages": messages}), endless) == said
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "y"}}}]}
+    waits = {"messages": [messages[0], call]}
+    assert marked(example_of(endless, waits), endless) == "<user>a<assistant>[f][=][y][;][<system>]"
+    answered = {"messages": [messages[0], call, {"role": "tool", "content": "z"}, messages[1]]}
+    assert marked(example_of(endless, answered), endless) == (
+        "<user>a<assistant>[f][=][y][;][<system>]z<assistant>[b][<user>]"
     )
 
 

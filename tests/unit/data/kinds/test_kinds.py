@@ -3,10 +3,12 @@
 The tokenizer's ids: 0 is <end>, which ends a text; every other character is one token.
 """
 
+import copy
 import logging
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig, TextLayout
@@ -55,6 +57,28 @@ def test_separate_documents_keep_to_themselves(tmp_path: Path, tokenizer: PreTra
     assert everything(stream, tokenizer) == [["a[b][c][d][e]"], ["f[g][<end>]"], ["h[<end>]"]]
 
 
+@pytest.mark.parametrize(
+    ("kind", "row", "parts"),
+    [
+        (TextSource, {"text": "ab"}, ["<user>[a][b][<end>]"]),
+        (LabelledSource, {"text": "ab", "label": 1}, ["<user>ab[<end>]"]),
+        (LabelledSource, {"query": "q", "positive": "a", "negative": "b"}, ["<user>q\na[<end>]", "<user>q\nb[<end>]"]),
+        (ContrastedSource, {"query": "q", "positive": "a"}, ["<user>q[<end>]", "<user>a[<end>]"]),
+    ],
+)
+def test_a_text_begins_as_the_tokenizer_begins_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, kind: type[TrainingSource], row: dict, parts: list[str]
+) -> None:
+    beginning = copy.deepcopy(tokenizer)
+    # Puts <user>, id 2, before a text and <assistant>, id 3, behind it, in the place of what Llama's and Gemma's put.
+    beginning.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<user> $A <assistant>", special_tokens=[("<user>", 2), ("<assistant>", 3)]
+    )
+    assert beginning("")["input_ids"] == [2, 3]
+    stream = stream_of(kind, config_of(tmp_path, [row]), beginning)
+    assert everything(stream, beginning) == [parts]
+
+
 def test_a_text_file_is_one_document(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "one.txt").write_text("ab\n")
     (tmp_path / "two.txt").write_text("c")
@@ -91,6 +115,25 @@ def test_names_of_classes_are_numbered_in_sorted_order_and_kept_in_the_state(
     assert other.batch(other.next(3)).label.tolist() == [1.0, 0.0, 2.0]
     with pytest.raises(DataError, match=r"classes .* were \['eggs', 'ham', 'spam'\] and are now \['spam', 'ham', 'egg"):
         other.restore(state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({"prompt": "q", "completion": "ab"}, {}),
+        ({"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "ab"}]}, {}),
+        ({"question": "q", "answer": "ab"}, {}),
+        ({"instruction": "q", "input": "", "output": "ab"}, {}),
+        ({"prompt": "q", "said": "ab"}, {"answer_key": "said"}),
+    ],
+)
+def test_a_prompt_is_judged_with_its_response(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, fields: dict, settings: dict
+) -> None:
+    config = config_of(tmp_path, [{**fields, "label": 1}], **settings)
+    assert everything(stream_of(LabelledSource, config, tokenizer), tokenizer) == [
+        ["<user>q<end>\n<assistant>ab[<end>]"]
+    ]
 
 
 def test_numbers_are_labels_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -154,6 +197,12 @@ def test_a_query_comes_with_what_it_should_be_near_to_and_far_from(
     assert texts[1:] == [["r[<end>]", "s[<end>]"], ["r[<end>]", "t[<end>]"]]
     batch = stream.batch(items)
     assert batch.group.tolist() == [0, 0, 0, 0, 1, 1, 2, 2] and batch.role.tolist() == [0, 1, 2, 2, 0, 1, 0, 1]
+
+
+def test_an_id_that_meets_the_one_of_an_item_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"id": "a", "query": "q", "pos": ["s", "t"]}, {"id": "a#1", "query": "r", "pos": "s"}]
+    with pytest.raises(DataError, match="id of its own, found 'a#1' twice: .*; give that record another"):
+        stream_of(ContrastedSource, config_of(tmp_path, rows), tokenizer)
 
 
 @pytest.mark.parametrize(

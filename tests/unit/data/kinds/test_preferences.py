@@ -47,6 +47,17 @@ def test_known_shapes_of_pairs_are_recognised(fields: dict) -> None:
     assert (found.prompt, found.responses, found.pairs) == ((USER,), ((YES,), (NO,)), ((0, 1, 0.0),))
 
 
+def test_whole_conversations_stand_behind_the_system_message_of_the_record() -> None:
+    system = {"role": "system", "content": "S"}
+    pair = {"chosen": [USER, YES], "rejected": [USER, NO]}
+    assert comparison(system="S", **pair).prompt == (system, USER)
+    assert comparison(system="S", prompt="q", **pair).prompt == (system, USER)
+    given = comparison(system="other", chosen=[system, USER, YES], rejected=[system, USER, NO])
+    assert given.prompt == (system, USER)
+    with pytest.raises(DataError, match="s:1: expected a text conversation, found 'images', which rlframe does not"):
+        comparison(images=["x.png"], **pair)
+
+
 @pytest.mark.parametrize("prompt", ["another", [USER, YES], [{"role": "user", "content": "another"}]])
 def test_a_prompt_that_whole_conversations_do_not_begin_with_is_refused(prompt: object) -> None:
     with pytest.raises(DataError, match="found another beginning, 'q'; remove 'prompt', or the turns before the resp"):
@@ -212,9 +223,12 @@ def test_a_judged_response_is_learnt_in_its_last_turn(
             "expected 'label' or 'kto_tag', true for .*found the fields prompt, compl",
         ),
         ({"prompt": "q", "completion": "y", "label": "good"}, "expected 'label' to be true or false, found 'good'"),
-        (
-            {"prompt": [USER], "completion": [YES, USER, NO], "label": True},
-            "expected 'completion' to be one message, .*found 3; put the messages before it into the prompt",
+        *(
+            (
+                {"prompt": [USER], name: [YES, USER, NO], "label": True},
+                f"expected '{name}' to be one message, .*found 3; put the messages before it into the prompt",
+            )
+            for name in ("completion", "response")
         ),
         ({"prompt": "q", "label": True}, "expected the last message from the assistant, found 'user'"),
     ],

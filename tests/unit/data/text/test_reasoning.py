@@ -1,5 +1,6 @@
 """Reasoning of the assistant's messages, and conversations that a template rewrites: learned as the model is served."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,21 @@ SEQUENCES |= dict.fromkeys(("qwen3.6-kept", "mistral-v13"), 1)
 """Sequences that TALK becomes. The other families do not read reasoning."""
 
 
+def test_the_remedy_for_deepseek_r1_is_one() -> None:
+    tokenizer, config = copy.copy(tokenizer_of("deepseek-r1")), data_of("deepseek-r1")
+    answer = {"role": "assistant", "content": "Two."}
+    reasoned, plain = (understand(record(messages=[TALK[0], said]), config) for said in (TALK[1], answer))
+    with pytest.raises(DataError, match="would be lost; remove it from the data, or set data.chat_template to a templ"):
+        learnt_turns(reasoned, tokenizer, config=config)
+    with pytest.raises(DataError, match="reads [^;]*; set data.chat_template to a template that writes a reasoning_co"):
+        learnt_turns(plain, tokenizer, config=config)
+    reading = "<think>\\n' + (message['reasoning_content'] or '') + '\\n</think>\\n\\n' + content + '"
+    tokenizer.chat_template = tokenizer.chat_template.replace("' + content + '", reading)
+    (tokens,) = learnt_turns(reasoned, tokenizer, config=config).sequences
+    said = str(tokenizer.decode(tokens.token_ids[tokens.weights > 0]))
+    assert said.startswith("one and one\n</think>\n\nTwo.")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_is_learned_as_its_template_serves_it(name: str) -> None:
     tokenizer, config = tokenizer_of(name), data_of(name)
@@ -179,6 +195,9 @@ def test_each_family_is_learned_as_its_template_serves_it(name: str) -> None:
             if name == "gpt-oss" and "reasoning_content" in message:
                 message["thinking"] = message.pop("reasoning_content")
         served = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **FAMILIES[name].kwargs)
+        if name == "glm4.5":  # Ends no turn: its models sample the token of the next one.
+            assert sequence.weights[-1]
+            served.append(tokenizer.convert_tokens_to_ids("<|user|>"))
         assert served[: len(sequence.token_ids)] == sequence.token_ids.tolist()
         assert not tokenizer.decode(served[len(sequence.token_ids) :]).strip()
         learned += tokenizer.decode(sequence.token_ids[sequence.weights > 0])

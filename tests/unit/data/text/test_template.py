@@ -1,5 +1,6 @@
 """Keyword arguments of the chat template: they reach every rendering, and none is set in vain."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,29 @@ def test_they_reach_prompts_and_held_out_records(tokenizer: PreTrainedTokenizerF
         source = PromptSource(data(path, **kwargs), tokenizer=tokenizer, seed=0)
         prompts = [*source.next(8), *source.evaluation_prompts()]
         assert len(prompts) > 8 and all(prompt.text.startswith(f"<user>{mark}x") for prompt in prompts)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}" + BRIEF
+
+
+def test_the_day_is_that_of_the_settings_and_a_template_that_writes_none_refuses_it(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "x", "completion": "y"}])
+    monday, tuesday = (
+        DataConfig(path=path, evaluation_count=0, chat_template_date=f"2026-11-2{day}") for day in (3, 4)
+    )
+    with pytest.raises(ConfigError, match=r"data.chat_template_date has no effect .* never reads strftime_now"):
+        PromptSource(monday, tokenizer=tokenizer, seed=0)
+    tokenizer.chat_template = DATED
+    (prompt,) = PromptSource(monday, tokenizer=tokenizer, seed=0).next(1)
+    assert prompt.text == "23 Nov 2026<user>ax<end>\n<assistant>"
+    for config, written in ((monday, "23 Nov"), (monday, "23 Nov"), (tuesday, "24 Nov")):
+        # Items of another day are not those of the cache.
+        (item,) = find_source("examples")(config, tokenizer=tokenizer, seed=0, max_tokens=100).next(1)
+        assert tokenizer.decode(item.parts[0].token_ids).startswith(written)
+    (today,) = PromptSource(data(path), tokenizer=tokenizer, seed=0).next(1)
+    assert re.match(r"\d\d \w+ \d{4}<user>ax", today.text)
 
 
 @pytest.mark.parametrize(

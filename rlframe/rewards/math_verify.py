@@ -36,7 +36,7 @@ WORD = re.compile(r"[A-Za-z]{2}")
 
 
 def no_gamma(atom: object) -> None:
-    """Returns nothing: an atom of LaTeX is no gamma."""
+    """Does nothing: an atom of LaTeX is no gamma."""
 
 
 # latex2sympy2_extended 1.11.0 asks every number in percent for FUNC_GAMMA, which its parser for antlr 4.9.3 lacks:

@@ -333,7 +333,7 @@ def test_the_engine_ends_the_request_of_an_attempt_that_takes_too_long(group: Ro
     # 120 tokens take at least two minutes there.
     sampling = SamplingParams(max_tokens=120, min_tokens=120)
     begun = time.monotonic()
-    (ended,) = late.run([late.task(groups_of(1)[0], step=1, sampling=sampling)]).values()
+    (ended,) = late.run([late.task(groups_of(2)[0], step=1, sampling=sampling)]).values()
     assert lost_of(ended) == {DropReason.TIMED_OUT: 2}
     answers = attempts.generate(PROMPTS, group_size=1, step=1, sampling=A_WORD)
     assert len(answers) == len(PROMPTS) and time.monotonic() - begun < 120, "the engines are free again"

@@ -1,8 +1,8 @@
 """The calls between the driver and the ranks of weight sync: one Protocol for each side, and its messages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import numpy as np
@@ -45,6 +45,8 @@ class DestinationInfo(RankInfo):
     """Shape of every tensor of the checkpoint."""
     dtype: torch.dtype
     """Number format in which the engine computes."""
+    formats: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Number formats of tensors that the engine holds in more digits than that, as far as they are known."""
     record_s: float | None = None
     """Seconds of recording its loader. None if not measured."""
 

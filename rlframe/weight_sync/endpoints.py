@@ -21,7 +21,7 @@ from rlframe.weight_sync.layout.boxes import Region
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, dirty_padding, identity_layout
 from rlframe.weight_sync.proof.digest import DigestPlan, common_units, region_digests
 from rlframe.weight_sync.proof.terms import BITS
-from rlframe.weight_sync.reload import Staging
+from rlframe.weight_sync.reload import Staging, finer
 from rlframe.weight_sync.transports.base import Link, Transport, find_transport
 
 
@@ -135,6 +135,7 @@ class WeightDestination(DestinationRank):
         tensors: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
+        formats: Mapping[str, torch.dtype] | None = None,
         refusal: str = "",
         reload: Reload | None = None,
         record_s: float | None = None,
@@ -144,11 +145,14 @@ class WeightDestination(DestinationRank):
         Args:
             parameters: the memory that `layout` describes.
             device: device of the staging memory of a reload.
+            formats: number formats of tensors as the engine's loader keeps them, if `layout` does not tell.
             reload: the engine's full path, for reloads.
         """
         assert layout is not None or refusal, "an engine without a layout has a reason"
         self.layout = layout
         self._parameters, self._tensors, self._dtype, self._device = parameters, dict(tensors), dtype, device
+        held = {name: layout.dtype(name) for name in layout.boxes} if layout else {}
+        self._formats = finer(held | dict(formats or {}), dtype)
         self._refusal, self._reload, self._record_s = refusal, reload, record_s
         self._transport: Transport | None = None
         self._digests: DigestPlan | None = None
@@ -164,6 +168,7 @@ class WeightDestination(DestinationRank):
             can_reload=self._reload is not None,
             tensors=self._tensors,
             dtype=self._dtype,
+            formats=self._formats,
             record_s=self._record_s,
             **_where(self._device),
         )
@@ -175,7 +180,7 @@ class WeightDestination(DestinationRank):
         transport = find_transport(link.transport)()
         if link.reloads:
             assert self._reload is not None, "only an engine that can reload takes a reload"
-            self._staging = Staging(link, self._tensors, self._dtype, self._device, self._reload)
+            self._staging = Staging(link, self._tensors, self._device, self._reload)
             parameters = self._staging.parameters
         else:
             assert self.layout is not None, "an engine without a layout takes a reload"

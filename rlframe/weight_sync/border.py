@@ -47,6 +47,8 @@ class DestinationInfo(RankInfo):
     """Number format in which the engine computes."""
     formats: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Number formats of tensors that the engine holds in more digits than that, as far as they are known."""
+    received: bool = False
+    """Whether weights have been sent to it since it was started."""
     record_s: float | None = None
     """Seconds of recording its loader. None if not measured."""
 

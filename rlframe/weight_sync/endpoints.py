@@ -159,6 +159,7 @@ class WeightDestination(DestinationRank):
         self._staging: Staging | None = None
         self._link: Link | None = None
         self._num_bytes = 0
+        self._received = False
 
     def describe(self) -> DestinationInfo:
         """Returns the recording and the location of this rank."""
@@ -169,6 +170,7 @@ class WeightDestination(DestinationRank):
             tensors=self._tensors,
             dtype=self._dtype,
             formats=self._formats,
+            received=self._received,
             record_s=self._record_s,
             **_where(self._device),
         )
@@ -199,6 +201,7 @@ class WeightDestination(DestinationRank):
     def receive(self) -> Received:
         """Pulls every piece, then digests this rank's own memory."""
         assert self._transport is not None, "connect before receive"
+        self._received = True
         start = time.perf_counter()
         if self._staging is not None:
             with _leaving(self._transport):

@@ -49,6 +49,8 @@ class DestinationInfo(RankInfo):
     """Number formats of tensors that the engine holds in more digits than that, as far as they are known."""
     received: bool = False
     """Whether weights have been sent to it since it was started."""
+    unseen: tuple[str, ...] = ()
+    """Names of the rank's own parameters that `snapshot` leaves out."""
     record_s: float | None = None
     """Seconds of recording its loader. None if not measured."""
 
@@ -170,8 +172,8 @@ class DestinationRank(Protocol):
         ...
 
     def snapshot(self) -> dict[str, int]:
-        """Digests each of this rank's own parameters, as they lie in memory, if digests support its number format. It
-        is for engines that take reloads, whose loader decides about their parameters."""
+        """Digests each of this rank's own parameters, as they lie in memory, but those of DestinationInfo.unseen. It is
+        for engines that take reloads, whose loader decides about their parameters."""
         ...
 
     def disturb(self) -> str:

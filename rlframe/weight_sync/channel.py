@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed, WorkerDied
-from rlframe.weight_sync.audit import Audit
+from rlframe.weight_sync.audit import Audit, tell_unseen
 from rlframe.weight_sync.border import (
     DestinationGroup,
     DestinationInfo,
@@ -103,6 +103,8 @@ class WeightSync:
         self._version = self._totals = self._initial = None
         self._audit = Audit()
         self._reconnect()
+        if self._connected.choice.reloads and self._config.audit_every_steps:
+            tell_unseen(self._infos)
         return self.plan
 
     def calibrate(self, version: int) -> None:

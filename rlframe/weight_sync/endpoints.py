@@ -171,6 +171,7 @@ class WeightDestination(DestinationRank):
             dtype=self._dtype,
             formats=self._formats,
             received=self._received,
+            unseen=tuple(name for name, value in self._parameters.items() if not _can_digest(value)),
             record_s=self._record_s,
             **_where(self._device),
         )
@@ -240,9 +241,10 @@ class WeightDestination(DestinationRank):
         return _region_digests(self._link, self.layout, self._parameters, tensor, regions)
 
     def snapshot(self) -> dict[str, int]:
-        """Returns digests of each of this rank's own parameters, as they lie in memory, if digests support their number
-        format. It is for engines that take reloads, whose loader decides about their parameters."""
-        held = {name: value for name, value in self._parameters.items() if value.dtype in BITS and value.numel()}
+        """Returns digests of each of this rank's own parameters, as they lie in memory, but of those that the engine
+        has packed elsewhere and left empty, or whose number format digests do not support. It is for engines that take
+        reloads, whose loader decides about their parameters."""
+        held = {name: value for name, value in self._parameters.items() if _can_digest(value)}
         layout = identity_layout(held)
         shares = DigestPlan(layout, held, units=common_units([layout])).shares()
         return dict(zip(held, shares.tolist(), strict=True))
@@ -270,6 +272,10 @@ class WeightDestination(DestinationRank):
         if self._transport is not None:
             self._transport.close()
         self._transport = self._digests = self._staging = None
+
+
+def _can_digest(parameter: Tensor) -> bool:
+    return parameter.dtype in BITS and parameter.numel() > 0
 
 
 @contextmanager

@@ -387,7 +387,7 @@ class WeightSync:
         self._is_open = True
 
     def _bring(self, version: int) -> tuple[list[Received], float, float]:
-        """Delivers `version` to every engine and opens them, from the start again whenever engines died and were
+        """Sends `version` to every engine and opens them, from the start again whenever engines died and were
         restarted. Returns the results of `_deliver`, and when it closed the first gate."""
         revived: set[int] = set()
         closed: float | None = None

@@ -94,7 +94,7 @@ class Watchdog(threading.Thread):
         self._ending: BaseException | None = None
         self._ends_since_s: float | None = None
         self._dead_since_s: float | None = None
-        """When a server of Ray was first found dead after the end. None if it was not at the last look."""
+        """Time at which a server of Ray was first found dead after the end. None if none was at the last look."""
         self._looked_s = time.monotonic()
         self._halted: frozenset[str] = frozenset()
         self._told: frozenset[str] = frozenset()

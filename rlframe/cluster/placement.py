@@ -214,7 +214,34 @@ def by_node(bundles: Iterable[Bundle]) -> list[list[Bundle]]:
 
 
 def deal(bundles: Sequence[Bundle], topology: Topology) -> Dealt | None:
-    """Returns the devices of each actor, by role. None if an engine would have to span nodes."""
+    """Returns the devices of each actor, by role: in the order of the roles if they fit so, or else the largest engines
+    first. None if an engine would have to span nodes."""
+    return deal_in_order(bundles, topology) or deal_largest_first(bundles, topology)
+
+
+def deal_largest_first(bundles: Sequence[Bundle], topology: Topology) -> Dealt | None:
+    """Deals to actors with several devices of their own first, from the last node on, and then to ranks, which may lie
+    anywhere, what is left."""
+    dealt: Dealt = {}
+    large = [role for role in topology.roles if role.place is Place.OWN and role.devices_per_actor > 1]
+    left = list(bundles)
+    for role in sorted(large, key=lambda role: -role.devices_per_actor):
+        places = within_nodes(left, role.devices_per_actor)[-(role.num_actors // role.actors_per_device) :]
+        left = [bundle for bundle in left if not any(bundle in place for place in places)]
+        dealt[role.name] = [each for each in places for _ in range(role.actors_per_device)]
+        if len(dealt[role.name]) < role.num_actors:
+            return None
+    for every in (False, True):
+        others = [role for role in topology.roles if role not in large and (role.place is Place.EVERY) == every]
+        found = deal_in_order(bundles if every else left, Topology(tuple(others)))
+        if found is None:
+            return None
+        dealt |= found
+    return dealt
+
+
+def deal_in_order(bundles: Sequence[Bundle], topology: Topology) -> Dealt | None:
+    """Deals to each role the devices after those of the roles before it. Returns None if that is not possible."""
     dealt: Dealt = {}
     used = topology.num_shared
     for role in topology.roles:

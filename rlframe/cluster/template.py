@@ -187,8 +187,7 @@ def main() -> None:
         return
     # Nobody waits for the workers here.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while sys.stdin.fileno() not in (ready := select.select([listener, sys.stdin], [], [])[0]):
-        assert listener in ready
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
         with connection:
             _, streams, _, _ = socket.recv_fds(connection, 1, STREAMS)

@@ -1,14 +1,23 @@
 """Audits between two syncs: whether trainer and engines still hold the proved weights."""
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.border import DestinationGroup, DestinationRank, Sent, SourceGroup, SourceRank
+from rlframe.weight_sync.border import (
+    DestinationGroup,
+    DestinationInfo,
+    DestinationRank,
+    Sent,
+    SourceGroup,
+    SourceRank,
+)
 from rlframe.weight_sync.connection import Connection
 
+logger = logging.getLogger(__name__)
 Digests = NDArray[np.uint64]
 
 
@@ -85,6 +94,16 @@ class Audit:
             if name := next((name for name in before if now.get(name) != before[name]), None):
                 changed[rank] = f"parameter {name}"
         return changed
+
+
+def tell_unseen(infos: Sequence[DestinationInfo]) -> None:
+    """Warns of parameters of engines that take reloads in which an audit would find no change."""
+    if unseen := sorted({name for info in infos for name in info.unseen}):
+        logger.warning(
+            "audits leave out %d parameters of the engines, such as %s, which are packed elsewhere or in a number "
+            "format without checksums; of these a sync proves only what was given to the engine's loader",
+            len(unseen), unseen[0],
+        )  # fmt: skip
 
 
 def _first(differs: NDArray[np.bool_]) -> int | None:

@@ -1,8 +1,8 @@
 """The calls between the driver and the ranks of weight sync: one Protocol for each side, and its messages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import numpy as np
@@ -45,6 +45,12 @@ class DestinationInfo(RankInfo):
     """Shape of every tensor of the checkpoint."""
     dtype: torch.dtype
     """Number format in which the engine computes."""
+    formats: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Number formats of tensors that the engine holds in more digits than that, as far as they are known."""
+    received: bool = False
+    """Whether weights have been sent to it since it was started."""
+    unseen: tuple[str, ...] = ()
+    """Names of the rank's own parameters that `snapshot` leaves out."""
     record_s: float | None = None
     """Seconds of recording its loader. None if not measured."""
 
@@ -166,8 +172,8 @@ class DestinationRank(Protocol):
         ...
 
     def snapshot(self) -> dict[str, int]:
-        """Digests each of this rank's own parameters, as they lie in memory, if digests support its number format. It
-        is for engines that take reloads, whose loader decides about their parameters."""
+        """Digests each of this rank's own parameters, as they lie in memory, but those of DestinationInfo.unseen. It is
+        for engines that take reloads, whose loader decides about their parameters."""
         ...
 
     def disturb(self) -> str:

@@ -5,14 +5,13 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import RlframeError, WeightSyncFailed, WorkerDied
-from rlframe.weight_sync.audit import Audit
+from rlframe.weight_sync.audit import Audit, tell_unseen
 from rlframe.weight_sync.border import (
     DestinationGroup,
     DestinationInfo,
@@ -29,6 +28,7 @@ from rlframe.weight_sync.endpoints import Reload, WeightDestination, WeightSourc
 from rlframe.weight_sync.failure import account, explain
 from rlframe.weight_sync.hold import Hold
 from rlframe.weight_sync.plan.planner import Plan
+from rlframe.weight_sync.report import SyncReport
 from rlframe.weight_sync.transports.base import find_transport
 
 __all__ = [
@@ -46,25 +46,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Digests = NDArray[np.uint64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncReport:
-    """Report of one publish."""
-
-    version: int
-    transport: str
-    """Name of the transport, such as `shm`, or `reload over nccl`."""
-    num_bytes: int
-    """Bytes read from sources, over all destination ranks."""
-    pause_s: float
-    """Seconds in which engines could not sample, from the closing of the first engine's gate until all were open
-    again."""
-    pull_s: float
-    """Seconds until the slowest rank had its pieces."""
-    verify_s: float
-    """Seconds of the slowest rank's digests, and of their comparison."""
-    total_s: float
 
 
 class WeightSync:
@@ -122,6 +103,8 @@ class WeightSync:
         self._version = self._totals = self._initial = None
         self._audit = Audit()
         self._reconnect()
+        if self._connected.choice.reloads and self._config.audit_every_steps:
+            tell_unseen(self._infos)
         return self.plan
 
     def calibrate(self, version: int) -> None:
@@ -171,19 +154,7 @@ class WeightSync:
         if version <= self._version:
             raise WeightSyncFailed(f"version {version} must be newer than the published version {self._version}")
         start = time.perf_counter()
-        if not self._is_open:
-            self._reconnect(self._connected.choice)
-        closed = time.perf_counter()
-        try:
-            received, compare_s = self._deliver(version)
-        except WorkerDied as error:
-            engines = self._destinations.revive()
-            if not engines:
-                raise
-            logger.warning("restarted engines %s: %s", ", ".join(map(str, engines)), error)
-            self._admit(engines)
-            received, compare_s = self._deliver(version)
-        self._destinations.commit(version)
+        received, compare_s, closed = self._bring(version)
         self._version = version
         end = time.perf_counter()
         # Engines sample on meanwhile.
@@ -322,13 +293,19 @@ class WeightSync:
         self._is_open = False
 
     def _admit(self, engines: Sequence[int]) -> None:
-        """Connects restarted engines, and proves that they hold the initial checkpoint."""
+        """Connects restarted engines, and proves that they hold the initial checkpoint, unless weights were sent to
+        them since."""
         assert self._initial is not None, "calibrate before engines are restarted"
         self._reconnect(self._connected.choice)
-        connection = self._connected
-        ranks = connection.ranks_of(engines)
+        ranks = self._connected.ranks_of(engines)
         self._audit.forget(ranks)
-        self._require_initial(engines)
+        self._require_initial(self._untouched(ranks, [self._infos[rank] for rank in ranks]))
+
+    def _untouched(self, ranks: Sequence[int], infos: Sequence[DestinationInfo]) -> list[int]:
+        """Returns the engines of these ranks to which nothing was sent. Others were proved before, in an attempt that
+        the death of another engine ended."""
+        sent = {self._connected.engines[rank] for rank, info in zip(ranks, infos, strict=True) if info.received}
+        return sorted({self._connected.engines[rank] for rank in ranks} - sent)
 
     def _require_initial(self, engines: Sequence[int]) -> None:
         """Proves that connected engines that were restarted hold the initial checkpoint, unless they take reloads."""
@@ -366,7 +343,7 @@ class WeightSync:
         infos = self._destinations.call(DestinationRank.describe, engines=engines)
         links = hold.links(infos, ranks, connection, self._config)
         self._destinations.on_ranks([RankCall.of(DestinationRank.connect, link) for link in links], engines=engines)
-        self._require_initial(engines)
+        self._require_initial(self._untouched(ranks, infos))
         try:
             received = self._destinations.receive(version, engines=engines)
             rows = connection.stack(ranks, [rank.digests for rank in received])
@@ -408,6 +385,28 @@ class WeightSync:
         logger.info("%s", self._connection.plan.describe())
         open_connection(self._connection, self._source, self._destinations, self._config, self._meeting)
         self._is_open = True
+
+    def _bring(self, version: int) -> tuple[list[Received], float, float]:
+        """Sends `version` to every engine and opens them, from the start again whenever engines died and were
+        restarted. Returns the results of `_deliver`, and when it closed the first gate."""
+        revived: set[int] = set()
+        closed: float | None = None
+        while True:
+            try:
+                if revived:
+                    self._admit(sorted(revived))
+                elif not self._is_open:
+                    self._reconnect(self._connected.choice)
+                closed = closed or time.perf_counter()
+                received, compare_s = self._deliver(version)
+                self._destinations.commit(version)
+                return received, compare_s, closed
+            except WorkerDied as error:
+                engines = self._destinations.revive()
+                if not engines:
+                    raise
+                logger.warning("restarted engines %s: %s", ", ".join(map(str, engines)), error)
+                revived.update(engines)
 
     def _again(self, engines: Sequence[int] | None) -> None:
         """Sends the present version again, which the trainer must still hold."""

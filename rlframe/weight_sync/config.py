@@ -43,7 +43,8 @@ class WeightSyncConfig:
     bucket_bytes: Annotated[int, Range(1024, 1 << 40)] = 1 << 30
     """Bytes of staging memory of a reload on each engine rank. A larger tensor has a bucket of its own."""
     chunk_bytes: Annotated[int, Range(1024, 1 << 40)] = 256 << 20
-    """Bound in bytes of the packed buffers of `nccl` on each rank, which has two of them."""
+    """Bound in bytes of the packed buffers of `nccl` on each rank, which has two of them. A message has 16 bytes at
+    least."""
     timeout_s: Seconds = 600.0
     """Greatest time in seconds that a rank waits for its peers in one sync, before the sync fails."""
     hold: HoldIn = HoldIn.NONE

@@ -33,7 +33,7 @@ from rlframe.weight_sync.plan.copies import Copies
 from rlframe.weight_sync.plan.planner import Plan, make_plan
 from rlframe.weight_sync.proof.digest import common_units
 from rlframe.weight_sync.proof.shares import Shares, cover
-from rlframe.weight_sync.reload import bucket, make_buckets, staging_layout
+from rlframe.weight_sync.reload import make_buckets, part_of, staging_layout
 from rlframe.weight_sync.transports.base import FAILED, Link, find_transport
 
 T = TypeVar("T")
@@ -278,10 +278,14 @@ def _targets(
     if not choice.reloads:
         return [info.layout for info in destinations if info.layout], ()
     first = destinations[0]
-    buckets = make_buckets(first.tensors, first.dtype, config.bucket_bytes)
     if any((info.tensors, info.dtype) != (first.tensors, first.dtype) for info in destinations):
         raise WeightSyncFailed("the engines' ranks disagree on the checkpoint's tensors or on the number format")
-    layout = staging_layout(buckets, first.tensors, first.dtype)
+    # A rank knows the formats of the tensors that it holds.
+    formats = dict.fromkeys(first.tensors, first.dtype)
+    for info in destinations:
+        formats |= info.formats
+    buckets = make_buckets(first.tensors, formats, config.bucket_bytes)
+    layout = staging_layout(buckets, first.tensors, formats)
     return [layout] * len(destinations), buckets
 
 
@@ -289,10 +293,9 @@ def _parts(copies: Copies, num_parts: int) -> tuple[Copies, ...]:
     """Returns the copies by part, in their order; a reload's by the bucket that they write to."""
     if num_parts == 1:
         return (copies,)
-    parts = {bucket(part): part for part in range(num_parts)}
-    written = np.array([parts[name] for name in copies.write_parameters], dtype=np.int64)
-    part_of = written[copies.column("write_parameter")]
-    return tuple(copies.select(part_of == part) for part in range(num_parts))
+    written = np.array([part_of(name) for name in copies.write_parameters], dtype=np.int64)
+    parts = written[copies.column("write_parameter")]
+    return tuple(copies.select(parts == part) for part in range(num_parts))
 
 
 def _engine_shares(

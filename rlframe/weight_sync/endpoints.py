@@ -21,7 +21,7 @@ from rlframe.weight_sync.layout.boxes import Region
 from rlframe.weight_sync.layout.memory import MemoryLayout, clear_padding, dirty_padding, identity_layout
 from rlframe.weight_sync.proof.digest import DigestPlan, common_units, region_digests
 from rlframe.weight_sync.proof.terms import BITS
-from rlframe.weight_sync.reload import Staging
+from rlframe.weight_sync.reload import Staging, finer
 from rlframe.weight_sync.transports.base import Link, Transport, find_transport
 
 
@@ -135,6 +135,7 @@ class WeightDestination(DestinationRank):
         tensors: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
+        formats: Mapping[str, torch.dtype] | None = None,
         refusal: str = "",
         reload: Reload | None = None,
         record_s: float | None = None,
@@ -144,17 +145,21 @@ class WeightDestination(DestinationRank):
         Args:
             parameters: the memory that `layout` describes.
             device: device of the staging memory of a reload.
+            formats: number formats of tensors as the engine's loader keeps them, if `layout` does not tell.
             reload: the engine's full path, for reloads.
         """
         assert layout is not None or refusal, "an engine without a layout has a reason"
         self.layout = layout
         self._parameters, self._tensors, self._dtype, self._device = parameters, dict(tensors), dtype, device
+        held = {name: layout.dtype(name) for name in layout.boxes} if layout else {}
+        self._formats = finer(held | dict(formats or {}), dtype)
         self._refusal, self._reload, self._record_s = refusal, reload, record_s
         self._transport: Transport | None = None
         self._digests: DigestPlan | None = None
         self._staging: Staging | None = None
         self._link: Link | None = None
         self._num_bytes = 0
+        self._received = False
 
     def describe(self) -> DestinationInfo:
         """Returns the recording and the location of this rank."""
@@ -164,6 +169,9 @@ class WeightDestination(DestinationRank):
             can_reload=self._reload is not None,
             tensors=self._tensors,
             dtype=self._dtype,
+            formats=self._formats,
+            received=self._received,
+            unseen=tuple(name for name, value in self._parameters.items() if not _can_digest(value)),
             record_s=self._record_s,
             **_where(self._device),
         )
@@ -175,7 +183,7 @@ class WeightDestination(DestinationRank):
         transport = find_transport(link.transport)()
         if link.reloads:
             assert self._reload is not None, "only an engine that can reload takes a reload"
-            self._staging = Staging(link, self._tensors, self._dtype, self._device, self._reload)
+            self._staging = Staging(link, self._tensors, self._device, self._reload)
             parameters = self._staging.parameters
         else:
             assert self.layout is not None, "an engine without a layout takes a reload"
@@ -194,6 +202,7 @@ class WeightDestination(DestinationRank):
     def receive(self) -> Received:
         """Pulls every piece, then digests this rank's own memory."""
         assert self._transport is not None, "connect before receive"
+        self._received = True
         start = time.perf_counter()
         if self._staging is not None:
             with _leaving(self._transport):
@@ -232,9 +241,10 @@ class WeightDestination(DestinationRank):
         return _region_digests(self._link, self.layout, self._parameters, tensor, regions)
 
     def snapshot(self) -> dict[str, int]:
-        """Returns digests of each of this rank's own parameters, as they lie in memory, if digests support their number
-        format. It is for engines that take reloads, whose loader decides about their parameters."""
-        held = {name: value for name, value in self._parameters.items() if value.dtype in BITS and value.numel()}
+        """Returns digests of each of this rank's own parameters, as they lie in memory, but of those that the engine
+        has packed elsewhere and left empty, or whose number format digests do not support. It is for engines that take
+        reloads, whose loader decides about their parameters."""
+        held = {name: value for name, value in self._parameters.items() if _can_digest(value)}
         layout = identity_layout(held)
         shares = DigestPlan(layout, held, units=common_units([layout])).shares()
         return dict(zip(held, shares.tolist(), strict=True))
@@ -262,6 +272,10 @@ class WeightDestination(DestinationRank):
         if self._transport is not None:
             self._transport.close()
         self._transport = self._digests = self._staging = None
+
+
+def _can_digest(parameter: Tensor) -> bool:
+    return parameter.dtype in BITS and parameter.numel() > 0
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class FrozenProof:
         infos = self._engines.call(DestinationRank.describe)
         if refusal := next((info.refusal for info in infos if info.layout is None), None):
             return refusal
-        source = SourceInfo(layout=checkpoint_layout(infos[0]), host=this_host(), device="cpu", pid=0)
+        source = SourceInfo(layout=checkpoint_layout(infos), host=this_host(), device="cpu", pid=0)
         connection = self._connected(source, infos, engines)
         ranks = connection.ranks_of(engines)
         rows = connection.stack(ranks, self._engines.call(DestinationRank.digests, engines=engines))
@@ -104,13 +104,14 @@ class Files(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def checkpoint_layout(info: DestinationInfo) -> MemoryLayout:
-    """Returns the layout of a checkpoint whose tensors are by themselves, from what an engine knows of it."""
-    held = info.layout.boxes if info.layout else {}
-    dtypes = {name: info.layout.dtype(name) for name in held if info.layout}
+def checkpoint_layout(infos: Sequence[DestinationInfo]) -> MemoryLayout:
+    """Returns the layout of a checkpoint whose tensors are by themselves, from what the ranks of engines, each of which
+    may hold other tensors, know of it."""
+    layouts = {id(info.layout): info.layout for info in infos if info.layout}.values()
+    dtypes = {name: layout.dtype(name) for layout in layouts for name in layout.boxes}
     return identity_layout(
         {
-            name: torch.empty(shape, dtype=dtypes.get(name, info.dtype), device="meta")
-            for name, shape in info.tensors.items()
+            name: torch.empty(shape, dtype=dtypes.get(name, infos[0].dtype), device="meta")
+            for name, shape in infos[0].tensors.items()
         }
     )

@@ -24,18 +24,31 @@ ALIGNMENT = 16
 """Alignment in bytes of tensors in staging memory."""
 
 
-def bucket(part: int) -> str:
-    """Returns the name of the staging parameter of a part."""
-    return f"bucket {part}"
+Formats = Mapping[str, torch.dtype]
 
 
-def make_buckets(tensors: Shapes, dtype: torch.dtype, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
+def bucket(part: int, dtype: torch.dtype) -> str:
+    """Returns the name of the staging parameter of those tensors of a part that have this number format."""
+    return f"bucket {part} {str(dtype).removeprefix('torch.')}"
+
+
+def part_of(parameter: str) -> int:
+    """Returns the part of a staging parameter."""
+    return int(parameter.split()[1])
+
+
+def finer(formats: Formats, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Returns those of the number formats that have more digits than `dtype`."""
+    return {name: each for name, each in formats.items() if each.is_floating_point and each.itemsize > dtype.itemsize}
+
+
+def make_buckets(tensors: Shapes, formats: Formats, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
     """Returns the tensors in checkpoint order, in buckets of at most `bucket_bytes`. A larger tensor has a bucket of
     its own."""
     buckets: list[list[str]] = []
     used = 0
     for name, shape in tensors.items():
-        size = _elements(shape, dtype) * dtype.itemsize
+        size = _elements(shape, formats[name]) * formats[name].itemsize
         if not buckets or used + size > bucket_bytes:
             buckets.append([])
             used = 0
@@ -44,16 +57,18 @@ def make_buckets(tensors: Shapes, dtype: torch.dtype, bucket_bytes: int) -> tupl
     return tuple(map(tuple, buckets))
 
 
-def staging_layout(buckets: Sequence[Sequence[str]], tensors: Shapes, dtype: torch.dtype) -> MemoryLayout:
-    """Returns the layout of whole tensors in staging memory: parameter `bucket(k)` holds those of part k in order."""
-    boxes, parameters = {}, {}
+def staging_layout(buckets: Sequence[Sequence[str]], tensors: Shapes, formats: Formats) -> MemoryLayout:
+    """Returns the layout of whole tensors in staging memory: parameter `bucket(k, dtype)` holds those of part k that
+    have this format, in order."""
+    boxes: dict[str, tuple[Box, ...]] = {}
+    parameters: dict[str, Parameter] = {}
     for part, names in enumerate(buckets):
-        offset = 0
         for name in names:
-            rows, cols = matrix_shape(tensors[name])
-            boxes[name] = (Box(name, 0, rows, 0, cols, bucket(part), offset, cols, 1),)
-            offset += _elements(tensors[name], dtype)
-        parameters[bucket(part)] = Parameter((offset,), dtype)
+            dtype, (rows, cols) = formats[name], matrix_shape(tensors[name])
+            held = bucket(part, dtype)
+            offset = parameters[held].shape[0] if held in parameters else 0
+            boxes[name] = (Box(name, 0, rows, 0, cols, held, offset, cols, 1),)
+            parameters[held] = Parameter((offset + _elements(tensors[name], dtype),), dtype)
     return MemoryLayout(boxes=boxes, tensors=dict(tensors), parameters=parameters)
 
 
@@ -79,17 +94,20 @@ class Staging:
         self,
         link: Link,
         tensors: Shapes,
-        dtype: torch.dtype,
         device: torch.device,
         loader: _Loader,
     ):
         """Allocates the memory of the largest bucket."""
         buckets = link.buckets
         self._buckets, self._tensors, self._loader = buckets, tensors, loader
-        layout = staging_layout(buckets, tensors, dtype)
-        sizes = [layout.parameters[bucket(part)].shape[0] for part in range(len(buckets))]
-        memory = torch.zeros(max(sizes, default=0), dtype=dtype, device=device)
-        self.parameters = {bucket(part): memory[:size] for part, size in enumerate(sizes)}
+        layout = staging_layout(buckets, tensors, link.dtypes)
+        places, sizes = {}, [0] * len(buckets)
+        for name, parameter in layout.parameters.items():
+            start = sizes[part_of(name)]
+            sizes[part_of(name)] = end = start + parameter.shape[0] * parameter.dtype.itemsize
+            places[name] = slice(start, end)
+        memory = torch.zeros(max(sizes, default=0), dtype=torch.uint8, device=device)
+        self.parameters = {name: memory[place].view(layout.parameters[name].dtype) for name, place in places.items()}
         """The parameters that the copies write to."""
         self._boxes = layout.boxes
         self._digests = [

@@ -20,6 +20,7 @@ from rlframe.utils.errors import RlframeError
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout.boxes import Box, window
 from rlframe.weight_sync.layout.memory import MemoryLayout
+from rlframe.weight_sync.reload import part_of
 from tests.campaigns.trials import Outcome, Trial, write
 from tests.unit.models.parameters import SMALL_MOE, shards
 from tests.unit.weight_sync.world import World
@@ -79,7 +80,7 @@ class Site:
 
         def damaged(part: int = 0) -> None:
             pull(part)
-            if not self.reloads or box.parameter == f"bucket {part}":
+            if not self.reloads or part_of(box.parameter) == part:
                 strike(self.view(rank, box))
 
         transport.pull = damaged

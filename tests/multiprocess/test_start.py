@@ -2,6 +2,7 @@
 imports no code of models."""
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -145,3 +146,20 @@ def test_the_tokenizer_of_an_embedded_model_does_not_need_the_code_of_models() -
         "print(sorted({'transformers.modeling_utils', 'transformers.generation.utils'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_template_ends_with_its_standard_input_and_says_nothing(tmp_path: Path) -> None:
+    # As when the program that has started it is killed.
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "template"))
+        listener.listen()
+        ended = subprocess.run(
+            [sys.executable, "-m", "rlframe.cluster.template", str(listener.fileno()), MODULE],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

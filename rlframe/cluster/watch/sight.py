@@ -75,16 +75,16 @@ def process_state(pid: int) -> State:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU seconds that process `pid` of this machine and its children have used. 0 if it has ended."""
-    ticks = 0
-    try:
-        threads = list(pathlib.Path(f"/proc/{pid}/task").iterdir())
-        children = [child for thread in threads for child in (thread / "children").read_text().split()]
-        for each in (str(pid), *children):
+    """Returns the CPU seconds that process `pid` of this machine and its descendants have used, such as vLLM's workers,
+    which an engine's core starts. 0 if it has ended."""
+    ticks, family = 0, [str(pid)]
+    for each in family:
+        # A process that ends meanwhile has no part in it.
+        with contextlib.suppress(OSError):
             fields = pathlib.Path(f"/proc/{each}/stat").read_text(errors="replace").rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
-    except OSError:
-        return 0.0
+            for thread in pathlib.Path(f"/proc/{each}/task").iterdir():
+                family += (thread / "children").read_text().split()
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

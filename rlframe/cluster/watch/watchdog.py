@@ -39,6 +39,9 @@ it."""
 LOST_S = 60.0
 """Seconds in place of END_S after the loss of a node, when Ray itself waits for what does not answer, such as the agent
 that it sends its metrics to. The run then goes on with other nodes."""
+CUT_OFF_S = 1.0
+"""Seconds after which the driver leaves a finished run whose server of Ray stays dead, as of a signal to the run's
+process group: Ray waits for it in vain. A server that Ray ends itself is gone at once."""
 STOPPED_S = 5.0
 """Delay in seconds of a look that shows that the driver was stopped."""
 BUSY = 0.5
@@ -90,6 +93,8 @@ class Watchdog(threading.Thread):
         self._pages: dict[str, Page] = {}
         self._ending: BaseException | None = None
         self._ends_since_s: float | None = None
+        self._dead_since_s: float | None = None
+        """Time at which a server of Ray was first found dead after the end. None if none was at the last look."""
         self._looked_s = time.monotonic()
         self._halted: frozenset[str] = frozenset()
         self._told: frozenset[str] = frozenset()
@@ -228,14 +233,20 @@ class Watchdog(threading.Thread):
     def _look_after_end(self, current: list[Activity]) -> None:
         if self._ends_since_s is None:
             return
+        now, halted, limit_s = time.monotonic(), halted_processes(), leave_s(self._ending)
+        is_dead = any(each.startswith(DEAD) for each in halted)
+        self._dead_since_s = (self._dead_since_s or now) if is_dead else None
+        is_cut_off = self._dead_since_s is not None and now - self._dead_since_s >= CUT_OFF_S
         if not all(activity.is_run for activity in current):
-            self._ends_since_s = time.monotonic()
-        elif time.monotonic() - self._ends_since_s > (limit_s := leave_s(self._ending)):
-            halted = "; ".join(halted_processes()) or "no process of it is stopped"
-            words = f"the run is over, and Ray did not end within {limit_s:g} s: {halted}; left without it"
+            self._ends_since_s = now
+        elif is_cut_off or now - self._ends_since_s > limit_s:
+            what = "cannot end" if is_cut_off else f"did not end within {limit_s:g} s"
+            why = "; ".join(halted) or "no process of it is stopped"
+            words = f"the run is over, and Ray {what}: {why}; left without it"
             if self._ending is None:
                 end(words, code=0)
-            is_ours = isinstance(self._ending, RlframeError)
+            # The latter is raised by a signal, with a sentence.
+            is_ours = isinstance(self._ending, RlframeError | KeyboardInterrupt)
             text = str(self._ending) if is_ours else "".join(traceback.format_exception(self._ending))
             end(f"{text}\n{words}", code=exit_code(self._ending))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,8 @@ class LoadNotes:
     """Reason why there is no layout, as a clause whose subject is the engine. Empty if there is a layout."""
     record_s: float
     """Seconds that recording took."""
+    formats: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Number formats in which the engine creates tensors of the checkpoint, as far as they are known."""
     quantized: bool = False
     """Whether the engine holds matrices in an EngineFormat of few bits."""
 
@@ -58,6 +60,16 @@ def places(parameters: Mapping[str, Tensor]) -> dict[str, tuple]:
         )
         for name, value in parameters.items()
     }
+
+
+def formats_of(
+    layout: MemoryLayout | None, parameters: Mapping[str, Tensor], tensors: Iterable[str]
+) -> dict[str, torch.dtype]:
+    """Returns the number formats of the tensors in the engine as it is created: of those in its recorded layout, or
+    without one of those whose parameters have their names."""
+    if layout is not None:
+        return {name: layout.dtype(name) for name in layout.boxes}
+    return {name: parameters[name].dtype for name in tensors if name in parameters}
 
 
 def moved(before: Mapping[str, tuple], after: Mapping[str, tuple], *, engine: str) -> str:

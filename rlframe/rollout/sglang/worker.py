@@ -27,7 +27,15 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor
 
 from rlframe.rollout.served.plain import dequantized_weights, is_quantized
-from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
+from rlframe.rollout.served.recording import (
+    LoadNotes,
+    checkpoint_tensors,
+    formats_of,
+    moved,
+    places,
+    random_weights,
+    record_model,
+)
 from rlframe.rollout.sglang import epochs
 from rlframe.rollout.sglang import sampler as sglang_sampler
 from rlframe.rollout.sglang.border import SCHEDULER_CALL, SchedulerRank
@@ -96,6 +104,7 @@ class RecordingLoader(DefaultModelLoader):
         self._layout: MemoryLayout | None = None
         self._refusal = ""
         self._record_s = 0.0
+        self._formats: dict[str, torch.dtype] = {}
         self._places: dict[str, tuple] = {}
 
     def load_model(self, *, model_config: Any, device_config: Any) -> Any:
@@ -107,7 +116,9 @@ class RecordingLoader(DefaultModelLoader):
             changed := moved(self._places, places(dict(model.named_parameters())), engine="SGLang")
         ):
             self._layout, self._refusal = None, changed
-        notes = LoadNotes(self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s)
+        notes = LoadNotes(
+            self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s, self._formats
+        )
         setattr(model, NOTES, notes)
         if self._refusal:
             logger.info("weights arrive by reload, because this engine %s", self._refusal)
@@ -121,6 +132,7 @@ class RecordingLoader(DefaultModelLoader):
         started = time.perf_counter()
         self._layout, self._refusal = record_model(model.load_weights, dict(model.named_parameters()), self._tensors)
         self._record_s = time.perf_counter() - started
+        self._formats = formats_of(self._layout, dict(model.named_parameters()), self._tensors)
         super().load_weights_and_postprocess(model, weights, target_device)
 
     def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -222,6 +234,7 @@ class Rank(SchedulerRank):
             tensors=notes.tensors,
             dtype=runner.model_config.dtype,
             device=self._device,
+            formats=notes.formats,
             refusal=notes.refusal,
             reload=self._reload if can_reload else None,
             record_s=notes.record_s,

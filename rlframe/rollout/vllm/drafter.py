@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlframe.rollout.served.recording import LoadNotes
+from rlframe.rollout.served.recording import LoadNotes, formats_of
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.layout.memory import MemoryLayout, joined
 
@@ -88,6 +88,7 @@ class Drafter:
             layout=layout,
             refusal=refusal,
             record_s=policy.record_s + self.notes.record_s,
+            formats={**formats_of(recorded, {}, ()), **policy.formats},
         )
 
     def refill(self) -> None:

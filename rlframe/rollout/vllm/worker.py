@@ -25,7 +25,15 @@ from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.base.speculative import Drafts
 from rlframe.rollout.served.plain import dequantized_weights, is_quantized
 from rlframe.rollout.served.quantized import formats, quantized_weights, shapes
-from rlframe.rollout.served.recording import LoadNotes, checkpoint_tensors, moved, places, random_weights, record_model
+from rlframe.rollout.served.recording import (
+    LoadNotes,
+    checkpoint_tensors,
+    formats_of,
+    moved,
+    places,
+    random_weights,
+    record_model,
+)
 from rlframe.rollout.vllm import drafter
 from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
 from rlframe.rollout.vllm.drafter import DRAFT, DRAFT_NOTES, DraftNotes
@@ -85,6 +93,7 @@ class RecordingLoader(DefaultModelLoader):
         self._layout: MemoryLayout | None = None
         self._refusal = ""
         self._record_s = 0.0
+        self._formats: dict[str, torch.dtype] = {}
         self._places: dict[str, tuple] = {}
 
     def load_model(self, vllm_config: Any, model_config: Any, **kwargs: Any) -> Any:
@@ -109,6 +118,7 @@ class RecordingLoader(DefaultModelLoader):
             self._layout,
             self._refusal,
             self._record_s,
+            self._formats,
             quantized=self._format is not EngineFormat.NONE,
         )
         setattr(model, NOTES, notes)
@@ -130,6 +140,7 @@ class RecordingLoader(DefaultModelLoader):
         dtypes = formats(self._tensors, model_config.dtype) if self._format is not EngineFormat.NONE else None
         self._layout, self._refusal = record_vllm_model(model, self._tensors, dtypes, drafts=self._drafts)
         self._record_s = time.perf_counter() - started
+        self._formats = formats_of(self._layout, weights(model), self._tensors)
         if self._as_loaded:
             keep_blocks_as_loaded(model)
         super().load_weights(model, model_config)
@@ -283,8 +294,9 @@ class RankExtension:
             tensors=notes.tensors,
             dtype=self.vllm_config.model_config.dtype,
             device=self.device,
+            formats=notes.formats,
             refusal=notes.refusal,
-            # A reload's staging memory has one number format.
+            # vLLM's own loader has not been tried with values and scales that come apart.
             reload=None if notes.quantized else self.rlframe_reload,
             record_s=notes.record_s,
         )

@@ -39,6 +39,12 @@ class Piece(NamedTuple):
 Message = list[Piece]
 
 
+def capacity_of(chunk_bytes: int, num_peers: int) -> int:
+    """Returns the length of messages of which buffers of `chunk_bytes` have one for each peer; the least length for
+    more peers than that."""
+    return max(ALIGNMENT, chunk_bytes // num_peers // ALIGNMENT * ALIGNMENT)
+
+
 def cut(
     copies: Copies, side: Literal["read", "write"], dtypes: Mapping[str, torch.dtype], capacity: int
 ) -> list[Message]:

@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rlframe.utils.errors import WeightSyncFailed
-from rlframe.weight_sync.plan.packing import Message, Packing, cut, message_bytes
+from rlframe.weight_sync.plan.packing import ALIGNMENT, Message, Packing, capacity_of, cut, message_bytes
 from rlframe.weight_sync.transports.base import FAILED, Link, RankInfo, Transport
 
 T = TypeVar("T")
@@ -183,7 +183,8 @@ class _Buffers:
             for peer, messages in part.items():
                 sizes[peer] = max([sizes.get(peer, 0), *map(message_bytes, messages)])
         self._memory = {
-            peer: torch.empty(2, -(-size // 16) * 16, dtype=torch.uint8, device=device) for peer, size in sizes.items()
+            peer: torch.empty(2, -(-size // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=device)
+            for peer, size in sizes.items()
         }
 
     def of(self, peer: int, turn: int) -> Tensor:
@@ -222,7 +223,7 @@ class PackedMessages(Transport):
         device = next((value.device for value in parameters.values()), torch.device("cpu"))
         first = link.num_sources if side == "read" else 0
         # Both ends of a pair must split alike, so the larger side determines each pair's share of the bound.
-        capacity = link.chunk_bytes // max(link.num_sources, link.num_destinations) // 16 * 16
+        capacity = capacity_of(link.chunk_bytes, max(link.num_sources, link.num_destinations))
         parts = []
         for copies in link.parts:
             peers = copies.destinations if side == "read" else copies.sources

@@ -64,6 +64,23 @@ def test_an_engine_does_not_span_nodes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_ranks", "num_engines", "sizes", "ranks", "first", "last"),
+    [
+        (6, 2, (8, 6), "a0 a1 a2 a3 b4 b5", "a4 a5 a6 a7", "b0 b1 b2 b3"),
+        (2, 3, (8, 6), "b4 b5", "a0 a1 a2 a3", "b0 b1 b2 b3"),
+    ],
+)
+def test_engines_get_whole_nodes_devices_first_where_ranks_would_cut_them(
+    num_ranks: int, num_engines: int, sizes: tuple[int, ...], ranks: str, first: str, last: str
+) -> None:
+    topology = Topology((policy(num_ranks), engines(num_engines, devices_per_engine=4, colocate=False)))
+    dealt = deal(on_nodes(*sizes), topology)
+    assert dealt is not None and " ".join(names(dealt["policy"])) == ranks
+    found = names(dealt["engines"])
+    assert (len(found), found[0], found[-1]) == (num_engines, first, last)
+
+
+@pytest.mark.parametrize(
     ("critic", "colocated", "split"),
     # A policy of 4 ranks and 2 engines. A critic of 2 ranks fits on the policy's devices, one of 6 needs 2 more; on its
     # own it adds what it is, and colocated engines may then use its devices too.
@@ -108,8 +125,12 @@ def test_a_teachers_engines_get_whole_nodes_devices() -> None:
     assert topology.num_devices == 5
     dealt = deal(on_nodes(3, 2), topology)
     assert dealt is not None and names(dealt["teacher_engines"]) == ["a1 a2", "b0 b1"]
-    # Of a's two devices the policy has one, and b's three make one engine.
-    assert deal(on_nodes(2, 3), topology) is None
+    # If the policy had one of a's two devices, b's three would make one engine only.
+    dealt = deal(on_nodes(2, 3), topology)
+    assert dealt is not None and {role: names(devices) for role, devices in dealt.items()} == {
+        "policy": ["b2"], "teacher_engines": ["a0 a1", "b0 b1"], "engines": ["a0"],
+    }  # fmt: skip
+    assert deal(on_nodes(1, 1, 3), topology) is None
 
 
 def test_a_message_names_the_critics_key() -> None:

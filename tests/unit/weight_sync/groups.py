@@ -19,6 +19,7 @@ def destination(
     *,
     tensors: dict[str, tuple[int, ...]] | None = None,
     dtype: torch.dtype = torch.float32,
+    formats: dict[str, torch.dtype] | None = None,
     refusal: str = "",
     reload: Reload | None = None,
 ) -> WeightDestination:
@@ -27,7 +28,14 @@ def destination(
     assert shapes is not None
     device = torch.device("cpu")
     return WeightDestination(
-        layout, parameters, tensors=shapes, dtype=dtype, device=device, refusal=refusal, reload=reload
+        layout,
+        parameters,
+        tensors=shapes,
+        dtype=dtype,
+        device=device,
+        formats=formats,
+        refusal=refusal,
+        reload=reload,
     )
 
 

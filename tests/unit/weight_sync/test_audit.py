@@ -13,7 +13,7 @@ from rlframe.weight_sync.layout.boxes import window
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
 from tests.unit.models.parameters import SMALL_MOE, shards
 from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
-from tests.unit.weight_sync.world import MODEL, World
+from tests.unit.weight_sync.world import MODEL, Loader, World
 
 NORM = "model.norm.weight"
 EVERY = WeightSyncConfig(audit_every_steps=1)
@@ -110,6 +110,26 @@ def test_an_engine_that_loads_streams_itself_is_audited_too() -> None:
     flip(world.engines[0][0][1]["decoder.final_layernorm.weight"])
     with pytest.raises(WeightSyncFailed, match=r"engine 0 .* parameter decoder.final_layernorm.weight has changed in"):
         world.sync.audit()
+
+
+@pytest.mark.parametrize(("transport", "is_told"), [("reload", True), ("shm", False)])
+def test_parameters_that_audits_cannot_see_are_told(
+    transport: str, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = WeightSyncConfig(transport=transport, audit_every_steps=1)
+    world = World(config)
+    # As vLLM does with weights that it packs for a CPU.
+    parameters = dict(world.engines[0][0][1])
+    packed = {"packed.weight": torch.empty(0), "counts": torch.zeros(2, dtype=torch.int64)}
+    layout = world.engines[0][0][0]
+    world.destinations.ranks[0] = destination(
+        layout, parameters | packed, dtype=torch.bfloat16, reload=Loader(layout, parameters)
+    )
+    caplog.clear()
+    world.sync.connect()
+    assert ("audits leave out 2 parameters of the engines, such as counts, which" in caplog.text) == is_told
+    world.sync.calibrate(version=0)
+    world.sync.audit()
 
 
 def test_a_restarted_engine_that_waits_is_not_audited() -> None:

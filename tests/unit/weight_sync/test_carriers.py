@@ -9,7 +9,7 @@ from rlframe.weight_sync.channel import WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
 from rlframe.weight_sync.layout.memory import load_tensor
 from rlframe.weight_sync.plan.copies import Copies, Copy, Place
-from rlframe.weight_sync.plan.packing import ALIGNMENT, cut, message_bytes
+from rlframe.weight_sync.plan.packing import ALIGNMENT, capacity_of, cut, message_bytes
 from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 from tests.unit.weight_sync.test_plan import Cell, cuts, layout_of
 
@@ -57,6 +57,14 @@ def test_random_layouts_arrive_as_sent(transport: str, data: st.DataObject) -> N
                 expected = values[name][box.row : box.row + box.rows, box.col : box.col + box.cols]
                 assert torch.equal(box.view(parameters), expected)
     sync.close()
+
+
+@pytest.mark.parametrize("num_peers", [1, 64, 65, 1000])
+def test_the_least_buffers_are_enough_for_any_number_of_peers(num_peers: int) -> None:
+    place = Place("p", 0, 64, 1)
+    copies = Copies.of([(0, Copy(("t",), 0, 8, 64, place, place))])
+    messages = cut(copies, "read", {"t": torch.float32}, capacity_of(1024, num_peers))
+    assert sum(map(message_bytes, messages)) == 8 * 64 * 4
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -13,7 +13,7 @@ from rlframe.models.families.qwen3_moe import FAMILY
 from rlframe.utils.errors import WeightSyncFailed, WorkerDied
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.channel import WeightSource, WeightSync
-from rlframe.weight_sync.config import WeightSyncConfig
+from rlframe.weight_sync.config import HoldIn, WeightSyncConfig
 from rlframe.weight_sync.layout.boxes import window
 from rlframe.weight_sync.layout.memory import MemoryLayout, identity_layout, load_tensor, record
 from tests.unit.models.parameters import SMALL_MOE, empty, shards
@@ -160,6 +160,64 @@ def test_an_engine_that_died_is_revived_and_the_version_published_once_more(
     world.sync.publish(version=1)
     world.expect(1)
     assert world.destinations.gates == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("place", ["connect", "receive", "admission", "commit"])
+def test_engines_may_die_anywhere_in_a_publish(world: World, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.sync.calibrate(version=0)
+    world.train_to(1)
+    ends = world.destinations
+
+    def revive() -> list[int]:
+        world.restart(1)
+        if place == "admission":
+            dies_once(ends, "on_ranks", monkeypatch)
+            monkeypatch.setattr(ends, "revive", lambda: world.restart(0) or [0])
+        return [1]
+
+    monkeypatch.setattr(ends, "revive", revive)
+    if place == "connect":
+        world.sync.close()
+    dies_once(ends, {"connect": "on_ranks", "admission": "receive"}.get(place, place), monkeypatch)
+    world.sync.publish(version=1)
+    world.expect(1)
+    assert ends.gates == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("again", [0, 1])
+@pytest.mark.parametrize("hold", list(HoldIn))
+def test_engines_may_die_while_others_come_back(hold: HoldIn, again: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(WeightSyncConfig(hold=hold))
+    world.sync.calibrate(version=0)
+    world.train_to(1)
+    world.sync.publish(version=1)
+    world.restart(0)
+    receive = world.destinations.receive
+
+    def late(version: int, *, engines: Any = None) -> list[Any]:
+        receive(version, engines=engines)
+        raise WorkerDied(f"engine {again} is gone")
+
+    monkeypatch.setattr(world.destinations, "receive", late)
+    with pytest.raises(WorkerDied):
+        world.sync.rejoin([0])
+    monkeypatch.setattr(world.destinations, "receive", receive)
+    world.restart(again)
+    world.sync.rejoin(sorted({0, again}))
+    world.expect(1)
+    assert world.destinations.gates == {0: 1, 1: 1}
+    world.sync.close()
+
+
+def dies_once(ends: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets an engine die in the next call of `method`."""
+    alive = getattr(ends, method)
+
+    def dead(*_: Any, **__: Any) -> None:
+        monkeypatch.setattr(ends, method, alive)
+        raise WorkerDied("an engine is gone")
+
+    monkeypatch.setattr(ends, method, dead)
 
 
 def test_lost_weights_are_restored_and_proved(world: World) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.frozen import FrozenProof
-from rlframe.weight_sync.layout.memory import identity_layout
+from rlframe.weight_sync.layout.memory import identity_layout, record
 from tests.unit.weight_sync.groups import LocalDestinations, destination
 
 NORM = "model.norm.weight"
@@ -42,6 +42,19 @@ def test_an_engine_that_holds_something_else_is_named_with_the_tensor(later: boo
     with pytest.raises(WeightSyncFailed, match=f"engine 1 does not hold the checkpoint .*: {NORM} differs, 1 tensors"):
         proof.prove()
     assert proof.prove([0]) is None
+
+
+def test_ranks_of_an_engine_hold_other_tensors_in_other_number_formats() -> None:
+    # As with expert parallelism: each rank has an expert of its own in FP8, and both have the rest.
+    shared, fp8 = files(), torch.float8_e4m3fn
+    checkpoint = shared | {f"experts.{rank}": torch.randn(8, 8).to(fp8) for rank in range(2)}
+    shapes = {name: tuple(value.shape) for name, value in checkpoint.items()}
+    ranks = []
+    for rank in range(2):
+        held = {name: checkpoint[name].clone() for name in (*shared, f"experts.{rank}")}
+        layout = record(lambda p, c: [p[name].copy_(c[name]) for name in p], held, shapes)  # type: ignore[arg-type]
+        ranks.append(destination(layout, held, dtype=torch.bfloat16))
+    assert FrozenProof(checkpoint.__getitem__, LocalDestinations([ranks])).prove() is None
 
 
 def test_engines_that_cannot_be_recorded_say_why() -> None:

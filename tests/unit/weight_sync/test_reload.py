@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlframe.rollout.served.recording import formats_of
 from rlframe.utils.errors import WeightSyncFailed
 from rlframe.weight_sync.channel import WeightDestination, WeightSource, WeightSync
 from rlframe.weight_sync.config import WeightSyncConfig
-from rlframe.weight_sync.layout.memory import MemoryLayout, load_tensor, record
+from rlframe.weight_sync.layout.memory import MemoryLayout, identity_layout, load_tensor, record
 from rlframe.weight_sync.reload import make_buckets, staging_layout
 from tests.unit.weight_sync.groups import LocalDestinations, LocalSources, destination
 
 TENSORS = {"a": (6, 5), "b": (7,), "c": (2, 3, 4), "d": (), "e": (40, 9)}
+BFLOAT16 = dict.fromkeys(TENSORS, torch.bfloat16)
 
 
 class Repacking:
@@ -47,7 +49,8 @@ class World:
         self.loaders = [Repacking() for _ in range(num_engines)]
         engines = [[self.engine(loader, refusal)] for loader in self.loaders]
         self.destinations = LocalDestinations(engines)
-        self.sync = WeightSync(LocalSources([WeightSource(*pair) for pair in self.trainer]), self.destinations, config)
+        self.sources = LocalSources([WeightSource(*pair) for pair in self.trainer])
+        self.sync = WeightSync(self.sources, self.destinations, config)
 
     @staticmethod
     def engine(loader: Repacking | None, refusal: str) -> WeightDestination:
@@ -84,11 +87,35 @@ class World:
 
 def test_buckets_keep_the_order_and_the_bound() -> None:
     # Bytes of bfloat16 in staging, in multiples of 16: a 64, b 16, c 48, d 16, e 720.
-    assert make_buckets(TENSORS, torch.bfloat16, 80) == (("a", "b"), ("c", "d"), ("e",))
-    assert make_buckets(TENSORS, torch.bfloat16, 1 << 20) == (tuple(TENSORS),)
-    layout = staging_layout((("a", "b"), ("c", "d"), ("e",)), TENSORS, torch.bfloat16)
+    assert make_buckets(TENSORS, BFLOAT16, 80) == (("a", "b"), ("c", "d"), ("e",))
+    assert make_buckets(TENSORS, BFLOAT16, 1 << 20) == (tuple(TENSORS),)
+    layout = staging_layout((("a", "b"), ("c", "d"), ("e",)), TENSORS, BFLOAT16)
     assert layout.boxes["b"][0].offset == 32
-    assert layout.parameters["bucket 1"].shape == (32,)
+    assert layout.parameters["bucket 1 bfloat16"].shape == (32,)
+
+
+@pytest.mark.parametrize("carrier", ["shm", "nccl"])
+def test_a_tensor_that_the_engine_holds_in_more_digits_arrives_with_all_of_them(
+    carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlframe.weight_sync.choice.ORDER", (carrier,))
+    world = World(WeightSyncConfig(bucket_bytes=1024, timeout_s=30))
+    # The bias of a router, which vLLM keeps in float32. No rank of an engine holds every tensor.
+    ranks = [
+        destination(None, {}, tensors=TENSORS, dtype=torch.bfloat16, refusal="keeps a repacked", **kind)
+        for kind in ({"reload": world.loaders[0]}, {"reload": Repacking(), "formats": {"b": torch.float32}})
+    ]
+    sync = WeightSync(world.sources, LocalDestinations([ranks]), WeightSyncConfig(bucket_bytes=1024, timeout_s=30))
+    sync.connect()
+    sync.calibrate(version=0)
+    for version in (0, 1):
+        held, values = world.loaders[0].held, world.values(version)
+        assert torch.equal(held["b"], values["b"].flip(0))
+        assert torch.equal(held["e"], values["e"].bfloat16().flatten().flip(0))
+        world.fill(1)
+        if version == 0:
+            sync.publish(version=1)
+    sync.close()
 
 
 @pytest.mark.parametrize("carrier", ["shm", "nccl"])
@@ -106,6 +133,14 @@ def test_every_bucket_reaches_the_loader_as_published(carrier: str, monkeypatch:
     assert world.loaders[0].calls == ["begin", "a+b+c+d+e", "finish"] * 2
     assert world.destinations.gates == {0: 1, 1: 1}
     world.sync.close()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_formats_of_tensors_are_those_that_the_engine_creates(recorded: bool) -> None:
+    created = {"gate.bias": torch.zeros(4), "qkv": torch.zeros(2, 4, dtype=torch.bfloat16)}
+    layout = identity_layout(created) if recorded else None
+    found = formats_of(layout, created, ["gate.bias", "qkv", "experts.0.up_proj"])
+    assert found == {"gate.bias": torch.float32, "qkv": torch.bfloat16}
 
 
 def test_staging_is_written_again_while_the_loader_still_has_references(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +163,7 @@ def test_a_reload_that_is_damaged_on_its_way_is_refused(monkeypatch: pytest.Monk
 
     def damaged(part: int = 0) -> None:
         pull(part)
-        world.destinations.ranks[0]._staging.parameters["bucket 0"][3] += 1
+        world.destinations.ranks[0]._staging.parameters["bucket 0 bfloat16"][3] += 1
 
     monkeypatch.setattr(transport, "pull", damaged)
     with pytest.raises(WeightSyncFailed, match="engine 0 does not hold version 1: a differs.*holds neither version 0"):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlframe.cluster.config import ClusterConfig
@@ -237,6 +238,57 @@ def test_a_driver_that_was_stopped_blames_nobody_for_it(tmp_path: Path) -> None:
         said += driver.communicate(timeout=PATIENCE_S)[1]
     # It took 10 s and more with a limit of 6.5 s, and 10 s of that do not count.
     assert driver.returncode == 0 and f"the driver (pid {driver.pid}) was stopped" in said, said
+
+
+STOPPED = LINGERING.replace('WorkerDied("policy rank 1 died in train")', 'Stopped("stopped by SIGTERM: saved", 143)')
+STOPPED = STOPPED.replace("rlframe.utils.errors import WorkerDied", "rlframe.loops.stop import Stopped")
+# As of a signal to the process group of the run, of which a server of Ray is.
+CUT_OFF = STOPPED.replace("END_S = 0.5", "CUT_OFF_S = 0.1").replace(
+    "            raise",
+    """            from pathlib import Path
+            from subprocess import Popen
+            from rlframe.cluster.watch.sight import State, process_state
+            raylet = Path(sys.argv[1], "raylet")
+            raylet.symlink_to("/bin/true")
+            server = Popen([str(raylet)])
+            while process_state(server.pid) is not State.DEAD:
+                time.sleep(0.01)
+            raise""",
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (STOPPED, "did not end within 0.5 s: no process of it is stopped"),
+        (CUT_OFF, r"cannot end: dead: raylet \(pid \d+\)"),
+    ],
+    ids=["Ray hangs", "Ray died of the same signal"],
+)
+def test_a_stop_that_ray_does_not_outlive_is_told_in_its_own_sentence(tmp_path: Path, program: str, says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 143, done.stderr
+    words = rf"stopped by SIGTERM: saved\nthe run is over, and Ray {says}; left without it\n$"
+    assert re.search(words, done.stderr) and "Traceback" not in done.stderr, done.stderr
+
+
+def test_the_work_of_all_descendants_is_that_of_a_process() -> None:
+    # As of vLLM's workers with tp above 1, which an engine's core has started.
+    program = "while True: pass"
+    for _ in range(2):
+        program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {program!r}]).wait()"
+    with subprocess.Popen([sys.executable, "-c", program]) as actor:
+        family = psutil.Process(actor.pid)
+        try:
+            until(lambda: len(family.children(recursive=True)) == 2)
+            *_, worker = family.children(recursive=True)
+            until(lambda: sum(worker.cpu_times()[:2]) > 0.5)
+            assert sight.cpu_seconds(actor.pid) >= 0.5
+        finally:
+            for each in family.children(recursive=True):
+                each.kill()
 
 
 @pytest.mark.parametrize(

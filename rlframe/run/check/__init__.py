@@ -13,6 +13,7 @@ from rlframe.run.check.machines import cluster, devices, memory
 from rlframe.run.check.roles import critic, judge, reward, teacher
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import to_run
+from rlframe.utils.build import as_dict
 from rlframe.utils.errors import ConfigError, DataError
 from rlframe.utils.faults import Fault
 
@@ -28,20 +29,24 @@ def checked(values: Mapping[str, Any]) -> RunConfig:
         run = to_run(values)
     except ConfigError as error:
         raise ConfigError(error.faults + _faults_elsewhere(values, error.faults)) from None
-    check(run)
+    if faults := _faults(run, faulty=frozenset()):
+        raise ConfigError(faults)
     return run
 
 
-def check(run: RunConfig) -> None:
-    """Refuses a configuration whose parts do not fit together, before any process starts.
+def check(run: RunConfig) -> RunConfig:
+    """Refuses a configuration with a wrong value, or whose parts do not fit together, before any process starts.
 
     Reads the model's config.json (downloading a hub model), the whole dataset and the reward functions.
+
+    Returns:
+        The configuration that a file with the same values would give, to run: what a program has assigned is of no
+        type yet.
 
     Raises:
         ConfigError: every fault, each with its dotted key, the rule, the value and what to do.
     """
-    if faults := _faults(run, faulty=frozenset()):
-        raise ConfigError(faults)
+    return checked(as_dict(run))
 
 
 def check_device(run: RunConfig) -> None:

@@ -33,7 +33,8 @@ class TextLayout(StrEnum):
 
     JOINED = "joined"
     """Documents in a row, each ended by the end-of-text token, split into sequences of train.max_tokens_per_microbatch
-    (times the context-parallel ranks), at most the model's positions. A sequence may begin and end within a document."""
+    (times the context-parallel ranks), at most the model's positions. A sequence may begin and end within a
+    document."""
     SEPARATE = "separate"
     """Each document is a sequence of its own; a longer one is split. Micro-batches pack them, and no document sees
     another."""

@@ -251,8 +251,8 @@ class TrainingSource(ABC, Generic[AnyItem]):
                 shortest = f"the shortest has {min(map(self.size, made))}" if made else "none were made at all"
                 raise DataError(
                     f"{self.config.what}: expected items of at most {self.max_tokens} tokens "
-                    f"(train.max_tokens_per_microbatch){self._positions()} with a token to learn, one {self.unit} each, found none; "
-                    f"{shortest}; dropped: {dict(self.dropped)}"
+                    f"(train.max_tokens_per_microbatch){self._positions()} with a token to learn, one {self.unit} "
+                    f"each, found none; {shortest}; dropped: {dict(self.dropped)}"
                 )
         held_out = self._fitting_held_out(found.held_out)
         dropped, self.dropped = found.dropped + self.dropped, Counter()

@@ -51,11 +51,7 @@ def model_faults(run: RunConfig) -> Iterator[Fault]:
     """Rejects a reward model that cannot score the policy's rollouts."""
     if run.reward.model is None:
         return
-    try:
-        parallel = Parallel.parse(run.reward.model.parallel)
-    except ValueError as error:
-        yield Fault("reward.model.parallel", "is wrong", why=f"{error}")
-        return
+    parallel = Parallel.parse(run.reward.model.parallel)
     model = ModelConfig(path=run.reward.model.path, revision=run.reward.model.revision)
     try:
         folder, policy = hub.resolve(model, key=MODEL), hub.resolve(run.model)

@@ -349,6 +349,14 @@ def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp
     assert faults(model, f"checkpoint.start_from={start}") == []
 
 
+def test_a_users_reward_must_not_need_a_field_that_no_record_has(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(response, answer, promt): return 1.0\n")
+    (fault,) = faults(model, f"reward.parts.mine.name={file}:f")
+    assert fault.startswith("reward.parts.mine.name must be a function whose parameters after the answer are fields")
+    assert ", got promt, which no record of " in fault and fault.endswith("; did you mean prompt?")
+
+
 def test_a_resumed_run_needs_what_it_started_from_for_its_reference_only(model: str, tmp_path: Path) -> None:
     gone = [f"output={tmp_path / 'run'}", f"checkpoint.start_from={tmp_path / 'gone'}"]
     (tmp_path / "run/checkpoints/step-00000100").mkdir(parents=True)

@@ -63,7 +63,15 @@ def check_device(run: RunConfig) -> None:
 def planned_faults(run: RunConfig) -> list[Fault]:
     """Returns every fault that a machine can see that has the model's config.json, but not its weights, the data or the
     devices."""
-    concerned = topics_of(run) - OF_THIS_MACHINE
+    return _of(run, topics_of(run) - OF_THIS_MACHINE)
+
+
+def faults_of_settings(run: RunConfig) -> list[Fault]:
+    """Returns the `planned_faults` that take no process, for the many configurations among which advice is chosen."""
+    return _of(run, topics_of(run) - OF_THIS_MACHINE - {loop.environment})
+
+
+def _of(run: RunConfig, concerned: Set[Any]) -> list[Fault]:
     return [fault for topic in TOPICS if topic in concerned for fault in topic(run)]
 
 

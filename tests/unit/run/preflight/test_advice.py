@@ -51,9 +51,8 @@ def test_advice_names_every_setting_that_it_changes_and_breaks_no_rule(tmp_path:
     shorter = [str(each) for each in singles(found) if "train.max_tokens_per_microbatch" in str(each)]
     assert shorter and not any("train.max_tokens_per_microbatch" in str(each) for each in singles(known))
     texts = [str(each) for each in singles(known)]
-    assert any(
-        "recompute=full" in text and "recompute_options.modules=[] (from ['core_attn'])" in text for text in texts
-    )
+    of_recompute = [text for text in texts if "train.recompute=full" in text]
+    assert of_recompute and all("recompute_options.modules=[] (from ['core_attn'])" in text for text in of_recompute)
     for each in singles(known):
         overrides = [f"{change.key}={shown(change.new)}" for change in each.changes]
         path = f"model.path={found.run.model.path}"

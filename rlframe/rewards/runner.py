@@ -21,7 +21,7 @@ from rlframe.rewards.judging import Answer, Judges
 from rlframe.rewards.scoring import Describing, Scoring, Task
 from rlframe.types.rollout import Rollout, weighted_sum
 from rlframe.types.turn import TurnRecord
-from rlframe.utils.errors import ConfigError, RewardError
+from rlframe.utils.errors import ConfigError, RewardError, RlframeError
 from rlframe.utils.faults import Fault
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,8 @@ class RewardRunner:
             self._tried[name] += 1
             if self._tried[name] >= TRIED_AT_LEAST:
                 why = f": {failed[name].why}" if name in failed else ""
-                raise RewardError(
+                # Nothing that is refused before a run.
+                raise RlframeError(
                     f"reward.parts.{name} has failed on each of the first {self._tried[name]} rollouts, so "
                     f"nothing can be learned from it{why}"
                 )

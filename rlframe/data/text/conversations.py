@@ -187,7 +187,7 @@ def _weights_of(record: Record, key: str, turns: list[Any], *, default: float = 
 
 def _setting(key: str) -> str:
     """Returns the setting that names a field. The records may be those of a set, which may have its own."""
-    return f"data.{key}, of an evaluation set evaluation.sets.NAME.{key}"
+    return f"data.{key}, or evaluation.sets.NAME.{key} of a set"
 
 
 def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]:

@@ -193,12 +193,12 @@ def test_the_system_prompt_is_for_conversations_without_one() -> None:
         (
             {"prompt": "x"},
             {"prompt_key": "task"},
-            r"'task' \(data.prompt_key, of an evaluation set evaluation.sets.NAME.prompt_key\), found prompt",
+            r"expected the field 'task' \(data.prompt_key, or .*sets.NAME.prompt_key",
         ),
         (
             {"prompt": "x"},
             {"answer_key": "gold"},
-            r"expected the field 'gold' \(data.answer_key, of .*\), found prompt",
+            r"expected the field 'gold' \(data.answer_key, or .*sets.NAME.answer_key",
         ),
         ({"prompt": 5}, {}, "expected 'prompt' to be text or a list of messages, found int 5"),
         ({"prompt": " "}, {}, "expected 'prompt' to be text"),

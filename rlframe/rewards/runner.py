@@ -160,7 +160,7 @@ class RewardRunner:
         `wake` is called.
 
         Raises:
-            RewardError: as `score`; or a part has failed on every rollout since the run began, and they are
+            RlframeError: as `score`; or a part has failed on every rollout since the run began, and they are
                 TRIED_AT_LEAST or more.
         """
         found = self._judged()

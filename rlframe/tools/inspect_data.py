@@ -64,10 +64,8 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     samples: list[list[tuple[str, list[Piece]]]]
     if algorithm.requirements.data is not None:
         kind = find_source(algorithm.requirements.data)
-        limits = {
-            "max_tokens": run.train.sequence_tokens,
-            "max_positions": load_family(folder).architecture(read_config(folder)).max_positions,
-        }
+        positions = load_family(folder).architecture(read_config(folder)).max_positions
+        limits = {"max_tokens": run.train.sequence_tokens, "max_positions": positions}
         stream = kind(run.data, tokenizer=tokenizer, seed=run.seed, **limits)
         held_out = len(stream.held_out())
         items = stream.next(len(stream))

@@ -61,7 +61,8 @@ def test_every_wrong_value_that_a_program_assigns_is_refused_as_on_the_command_l
 
 def test_what_a_program_assigns_means_what_it_means_in_a_file(tmp_path: Path) -> None:
     config = rlframe.load("grpo_qwen3_moe", [f"output={tmp_path}"])
-    config.mode, config.train.optimizer.lr, config.evaluation = "evaluate", "1e-3", {"every_steps": 10}
+    for key, value in {"mode": "evaluate", "train.optimizer.lr": "1e-3", "evaluation": {"every_steps": 10}}.items():
+        _set(config, key, value)
     found = rlframe.check(config)
     assert found.folder == tmp_path / "evaluate"
     assert found.train.optimizer.lr == 1e-3 and found.evaluation.every_steps == 10

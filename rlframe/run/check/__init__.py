@@ -245,7 +245,7 @@ TOPICS = {
     check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     loop.evaluation: {"data", "evaluation"},
     loop.evaluation_engines: {"evaluation", "rollout", "loop", "cluster", "algorithm"},
-    check_reward: {"reward", "data", "seed", "algorithm", "mode"},
+    check_reward: {"reward", "data"},
     check_reward_model: {"reward", "model", "data", "rollout", "evaluation"},
     loop.learning: {"algorithm", "train", "reward", "judge", "loop"},
     loop.lag: {"loop", "cluster", "rollout", "algorithm"},

@@ -345,7 +345,8 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
             return torch.zeros(batch.num_tokens)
         on_scored = torch.repeat_interleave(scored, batch.lengths)
         part = batch.select(scored.nonzero()[:, 0].tolist())
-        return torch.zeros(batch.num_tokens).masked_scatter_(on_scored, self.advantages(part))
+        of_part = part.with_advantages(self.advantages(part)).advantages
+        return torch.zeros(batch.num_tokens).masked_scatter_(on_scored, of_part)
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
         """Returns [T] GRPO's advantages, unless overridden: the rollout's group advantage on each of its sampled

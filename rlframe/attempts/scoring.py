@@ -37,7 +37,7 @@ class Judge:
         """Fills what parts per attempt give to `rollout`.
 
         Raises:
-            RewardError: the reward workers cannot be started, or a reward never works.
+            RlframeError: the reward workers cannot be started, or a reward never works.
         """
         await self._scored([rollout], Per.ATTEMPT)
 

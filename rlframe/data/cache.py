@@ -48,7 +48,13 @@ class Made(Generic[AnyItem]):
 
 
 def cache_file(
-    config: DataConfig, *, kind: str, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int
+    config: DataConfig,
+    *,
+    kind: str,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    max_tokens: int,
+    max_positions: int | None = None,
 ) -> Path | None:
     """Returns the file of the items of these records, tokenizer, settings and code. None if caching is off, or if a
     dataset is not a file of this machine, so that its content is unknown."""
@@ -61,7 +67,7 @@ def cache_file(
     settings["chat_template_date"] = day_read(tokenizer, config)
     counted = any(entry.count is not None for entry in config.entries())
     # Names of files are part of ids and metrics; the seed decides which records a count keeps.
-    decisive = [kind, settings, max_tokens, seed if counted else None, version("transformers")]
+    decisive = [kind, settings, max_tokens, max_positions, seed if counted else None, version("transformers")]
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())
     code = sorted(Path(__file__).parent.rglob("*.py"))
     for file in [*code, *(file for place in places for file in files_of(place))]:

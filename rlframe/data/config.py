@@ -34,8 +34,8 @@ class TextLayout(StrEnum):
 
     JOINED = "joined"
     """Documents in a row, each begun as the tokenizer begins a text and ended by the end-of-text token, split into
-    sequences of train.max_tokens_per_microbatch (times the context-parallel ranks). A sequence may begin and end within
-    a document."""
+    sequences of train.max_tokens_per_microbatch (times the context-parallel ranks), at most the model's positions. A
+    sequence may begin and end within a document."""
     SEPARATE = "separate"
     """Each document is a sequence of its own; a longer one is split. Micro-batches pack them, and no document sees
     another."""

@@ -46,17 +46,28 @@ class TrainingSource(ABC, Generic[AnyItem]):
     sequences_per_item: int = 1
     """Sequences of most items. Preflight counts them."""
 
-    def __init__(self, config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int):
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        max_tokens: int,
+        max_positions: int | None = None,
+    ):
         """Reads, renders and tokenises the whole dataset, or of a streamed one the first window.
 
         Args:
             max_tokens: items with more are dropped and counted.
+            max_positions: items with a longer sequence are dropped and counted too: a model with rotary positions would
+                train on them silently. None means no limit.
 
         Raises:
             DataError: a source is missing, empty or malformed, a record does not fit this kind of data, a chat template
                 rewrites earlier turns, or no item is short enough.
         """
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
+        self.max_positions = max_positions
         self.channels = config.channels()
         """Names of the datasets that items come from."""
         self.dropped: Counter[str] = Counter()
@@ -186,7 +197,8 @@ class TrainingSource(ABC, Generic[AnyItem]):
     def _load(self, seed: int) -> None:
         """Takes all items from the cache if they are there."""
         config, kind = self.config, type(self).__name__
-        file = cache.cache_file(config, kind=kind, tokenizer=self.tokenizer, seed=seed, max_tokens=self.max_tokens)
+        limits = {"max_tokens": self.max_tokens, "max_positions": self.max_positions}
+        file = cache.cache_file(config, kind=kind, tokenizer=self.tokenizer, seed=seed, **limits)
         made = cache.read(file, self.item) if file else None
         if made is None:
             made = self._make_all(seed)
@@ -239,13 +251,16 @@ class TrainingSource(ABC, Generic[AnyItem]):
                 shortest = f"the shortest has {min(map(self.size, made))}" if made else "none were made at all"
                 raise DataError(
                     f"{self.config.what}: expected items of at most {self.max_tokens} tokens "
-                    f"(train.max_tokens_per_microbatch) with a token to learn, one {self.unit} each, found none; "
-                    f"{shortest}; dropped: {dict(self.dropped)}"
+                    f"(train.max_tokens_per_microbatch){self._positions()} with a token to learn, one {self.unit} "
+                    f"each, found none; {shortest}; dropped: {dict(self.dropped)}"
                 )
         held_out = self._fitting_held_out(found.held_out)
         dropped, self.dropped = found.dropped + self.dropped, Counter()
         counted, self.counted = self.counted, Counter()
         return cache.Made(train=train, held_out=held_out, dropped=dict(dropped), counted=dict(counted), notes=notes)
+
+    def _positions(self) -> str:
+        return f" and of sequences within the model's {self.max_positions} positions" if self.max_positions else ""
 
     def _fitting_held_out(self, parts: Sequence[Sequence[Reading]]) -> list[AnyItem]:
         """Returns the items of what is held out, by channel."""
@@ -259,9 +274,13 @@ class TrainingSource(ABC, Generic[AnyItem]):
         # A sequence with an empty mask is one to every denominator, and nothing to any numerator.
         if empty := len(made) - len(learnt):
             self.dropped[f"{what} has no token to learn"] += empty
-        kept = [item for item in learnt if self.size(item) <= self.max_tokens]
-        if too_long := len(learnt) - len(kept):
+        short = [item for item in learnt if self.size(item) <= self.max_tokens]
+        if too_long := len(learnt) - len(short):
             self.dropped[f"{what} is too long"] += too_long
+        most = self.max_positions or self.max_tokens
+        kept = [item for item in short if all(len(part.token_ids) <= most for part in item.parts)]
+        if beyond := len(short) - len(kept):
+            self.dropped[f"{what} has more tokens than the model has positions"] += beyond
         return kept
 
     def _tell(self) -> None:

@@ -35,7 +35,9 @@ SHOWN = 200
 LARGEST_OUTCOME_BYTES = 1 << 20
 """Greatest size of the file in which a command says how its attempt went."""
 COMMANDS = 64
-"""Number of commands that run at the same time if nothing else is said."""
+"""Greatest number of commands that run at the same time if nothing else is said."""
+COMMANDS_PER_CORE = 4
+"""The same for each core: a command is mostly waiting for engines, but its start is work."""
 TASK = "{task}"
 """Stands in a command for the text of the prompt's last user message."""
 
@@ -62,7 +64,8 @@ class EndpointConfig:
     """Further arguments of the function, by name."""
     parallel: Annotated[int, Range(1, 1_000_000)] | None = None
     """Greatest number of attempts whose agents run at the same time. Further ones wait, which counts against
-    rollout.attempt_timeout_s. null means 64 for a command, each of which is a process, and no limit for a function."""
+    rollout.attempt_timeout_s. null means four for each core and at most 64 for a command, each of which is a
+    process, and no limit for a function."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -90,7 +93,9 @@ class EndpointAgent(Agent):
     @classmethod
     def most_at_once(cls, config: EndpointConfig) -> int | None:
         """See Agent."""
-        return COMMANDS if config.parallel is None and config.command else config.parallel
+        if config.parallel is None and config.command:
+            return min(COMMANDS, COMMANDS_PER_CORE * len(os.sched_getaffinity(0)))
+        return config.parallel
 
     @classmethod
     def prepare(cls, config: EndpointConfig) -> None:

@@ -13,6 +13,8 @@ import pickle
 import resource
 import signal
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +26,10 @@ ORPHAN_GRACE_S = 5.0
 GIGABYTE = 1 << 30
 LONGEST_MESSAGE = 600
 """Greatest number of characters of an error message."""
+LONGEST_PLACE = 100
+"""Greatest number of characters of the name of the file that raised it."""
+OWN = f"{Path(__file__).parents[1]}{os.sep}"
+STANDARD, *INSTALLED = (f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "purelib", "platlib"))
 STARTED = -1
 """Number of the first answer, which reports that the work is prepared."""
 
@@ -116,12 +122,27 @@ def attempted(run: Callable[[Any], Any], task: Any, limits: Limits) -> tuple[str
 
 
 def described(error: BaseException) -> str:
-    """Returns the error as one string, even if its class fails to format it."""
+    """Returns the error as one string with the line of users' code that raised it, even if its class fails to format
+    it."""
     try:
         text = str(error)
     except Exception as broken:  # The user's class may raise anything.
         text = f"an error whose text raises {type(broken).__name__}"
-    return f"{type(error).__name__}: {text}"[:LONGEST_MESSAGE]
+    place = place_of(error)
+    return f"{type(error).__name__}: {text}"[: LONGEST_MESSAGE - len(place)] + place
+
+
+def place_of(error: BaseException) -> str:
+    """Returns ` (at folder/file.py:6)`: the last line outside rlframe and Python's library, of a file that is in no
+    installed package if there is one. Empty if there is no such line."""
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [(file, number) for file, number in lines if not file.startswith((OWN, "<"))]
+    users = [(file, number) for file, number in lines if not file.startswith((STANDARD, *INSTALLED))]
+    packages = [(file, number) for file, number in lines if file.startswith(tuple(INSTALLED))]
+    if not users and not packages:
+        return ""
+    file, number = (users or packages)[-1]
+    return f" (at {'/'.join(Path(file).parts[-2:])[-LONGEST_PLACE:]}:{number})"
 
 
 if __name__ == "__main__":

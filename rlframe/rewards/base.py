@@ -2,7 +2,7 @@
 rewards run in light processes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,8 @@ METHODS = {Per.ATTEMPT: "score", Per.GROUP: "score_group"}
 class Reward(ABC):
     """Base of all rewards. A file of this folder ends `COMPONENT, CONFIG = ExactMatch, ExactMatchConfig`."""
 
+    required_fields: Set[str] = frozenset()
+    """Fields of the record without which it cannot be called."""
     needs_answer: bool = False
     """Whether the reward compares with the record's answer. Data in which no record has an answer is then refused."""
     per: frozenset[Per] = frozenset({Per.ATTEMPT})

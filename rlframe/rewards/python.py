@@ -28,6 +28,16 @@ class PythonConfig:
             raise SettingError("function", must, got=repr(self.function))
 
 
+ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+FOREIGN = ("completions", "solution_str", "ground_truth")
+"""Names of parameters by which rewards of TRL and verl are known."""
+
+
 class PythonFunction(Reward):
     """Returns the result of `function(response, answer, **fields)`: a number, a truth value, or None if it does not
     apply.
@@ -54,6 +64,9 @@ class PythonFunction(Reward):
             raise RewardError(f"reward {config.function!r} is a function, which has no options, got {config.options}")
         self._function: Callable[..., Any] = found
         parameters = inspect.signature(self._function).parameters
+        _refuse_signature(config.function, self._function, list(parameters.values()))
+        further = [each for each in list(parameters.values())[2:] if each.kind not in ANY_NUMBER]
+        self.required_fields = frozenset(each.name for each in further if each.default is each.empty)
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._names = list(parameters)
 
@@ -88,6 +101,21 @@ class PythonFunction(Reward):
             if name not in self._names[:2] and (self._takes_all or name in self._names)
         }
         return self._function(response, attempt.answer, **fields)
+
+
+def _refuse_signature(name: str, function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> None:
+    """Raises RewardError for a function that cannot be called as rewards are."""
+    if inspect.iscoroutinefunction(function):
+        raise RewardError(f"reward {name!r} must be a plain function, without async: nothing awaits it")
+    places = [each.name for each in parameters if each.kind in POSITIONAL]
+    any_number = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    # In the place of the answer there would be a response.
+    mistaken = places[1:2] in (["completions"], ["solution_str"])
+    if mistaken or (len(places) < 2 and not any_number):
+        shown = ", ".join(str(each) for each in parameters)
+        others = [each for each in FOREIGN if each in places]
+        hint = f"; {others[0]!r} is a name of TRL or verl, whose rewards are called otherwise" if others else ""
+        raise RewardError(f"reward {name!r}: rlframe calls f(response, answer, **fields), got f({shown}){hint}")
 
 
 def _made(kind: type, config: PythonConfig) -> Reward:

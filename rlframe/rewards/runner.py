@@ -18,10 +18,10 @@ from rlframe.processes.work import Failed, Limits, PoolError
 from rlframe.rewards.base import Attempt, Scores, is_judging, part_faults
 from rlframe.rewards.config import Per, RewardConfig
 from rlframe.rewards.judging import Answer, Judges
-from rlframe.rewards.scoring import Scoring, Task
+from rlframe.rewards.scoring import Describing, Scoring, Task
 from rlframe.types.rollout import Rollout, weighted_sum
 from rlframe.types.turn import TurnRecord
-from rlframe.utils.errors import ConfigError, RewardError
+from rlframe.utils.errors import ConfigError, RewardError, RlframeError
 from rlframe.utils.faults import Fault
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class RewardRunner:
         `wake` is called.
 
         Raises:
-            RewardError: as `score`; or a part has failed on every rollout since the run began, and they are
+            RlframeError: as `score`; or a part has failed on every rollout since the run began, and they are
                 TRIED_AT_LEAST or more.
         """
         found = self._judged()
@@ -247,23 +247,28 @@ class RewardRunner:
             self._tried[name] += 1
             if self._tried[name] >= TRIED_AT_LEAST:
                 why = f": {failed[name].why}" if name in failed else ""
-                raise RewardError(
+                # Nothing that is refused before a run.
+                raise RlframeError(
                     f"reward.parts.{name} has failed on each of the first {self._tried[name]} rollouts, so "
                     f"nothing can be learned from it{why}"
                 )
 
 
-def try_start(config: RewardConfig) -> None:
-    """Starts one worker with the rewards of `config`, and ends it again.
+def try_start(config: RewardConfig) -> dict[str, list[str]]:
+    """Starts one worker with the rewards of `config`, and ends it again. Returns the fields of a record that each part
+    needs.
 
     Raises:
         RewardError: the worker does not start; the message gives the reason.
     """
-    with Pool(Scoring(config.parts), _limits(config), size=1, name=NAME) as pool:
+    names = list(config.parts)
+    with Pool(Describing(config.parts), _limits(config), size=1, name=NAME) as pool:
         try:
             pool.try_start()
+            needed = pool.run(names)
         except PoolError as error:
             raise RewardError(str(error)) from error
+    return {name: each for name, each in zip(names, needed, strict=True) if not isinstance(each, Failed)}
 
 
 def _limits(config: RewardConfig) -> Limits:

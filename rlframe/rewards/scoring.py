@@ -28,9 +28,7 @@ class Scoring(Work):
 
     def prepare(self) -> Callable[[Task], Sequence[Scores]]:
         """Builds all rewards, which imports the user's code, and returns the function that does a task."""
-        rewards = {name: build_reward(part, key=f"reward.parts.{name}") for name, part in self.parts.items()}
-        for name, reward in rewards.items():
-            check_method(reward, self.parts[name])
+        rewards = built(self.parts)
 
         def run(task: Task) -> Sequence[Scores]:
             name, attempts = task
@@ -44,6 +42,26 @@ class Scoring(Work):
     def limit_s(self, task: Task, limits: Limits) -> float:
         """Returns the part's own limit, if it has one."""
         return self.parts[task[0]].timeout_s or limits.timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class Describing(Work):
+    """Says of a part, whose name is the task, which fields of a record it cannot be called without."""
+
+    parts: Mapping[str, RewardTerm]
+
+    def prepare(self) -> Callable[[str], list[str]]:
+        """Builds all rewards, as for scoring."""
+        rewards = built(self.parts)
+        return lambda name: sorted(rewards[name].required_fields)
+
+
+def built(parts: Mapping[str, RewardTerm]) -> dict[str, Reward]:
+    """Returns the reward of each part, whose user's code is imported."""
+    rewards = {name: build_reward(part, key=f"reward.parts.{name}") for name, part in parts.items()}
+    for name, reward in rewards.items():
+        check_method(reward, parts[name])
+    return rewards
 
 
 def check_method(reward: Reward, part: RewardTerm) -> None:

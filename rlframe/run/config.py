@@ -14,6 +14,7 @@ from rlframe.environments.config import EnvironmentConfig
 from rlframe.loops.alerts.config import AlertsConfig
 from rlframe.loops.config import CheckpointConfig, EvaluationConfig, GenerationConfig, LoggingConfig, LoopConfig
 from rlframe.loops.self_test.config import SelfTestConfig
+from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import CriticConfig, TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.models.quantized.blocks import EngineFormat
@@ -22,6 +23,7 @@ from rlframe.rollout.base.config import CacheFormat, RolloutConfig
 from rlframe.run.judge import JudgeModelConfig
 from rlframe.run.teacher import TeacherConfig
 from rlframe.utils.bounds import PathText, Range, check_bounds
+from rlframe.utils.errors import SettingError
 from rlframe.weight_sync.config import WeightSyncConfig
 
 
@@ -90,6 +92,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.reward.model:
+            # Rewards know nothing of layouts.
+            try:
+                Parallel.parse(self.reward.model.parallel)
+            except ValueError as error:
+                raise SettingError("reward.model.parallel", "is wrong", why=f"{error}") from error
 
     @property
     def folder(self) -> Path:

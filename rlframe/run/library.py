@@ -9,7 +9,9 @@ from rlframe.run.check import check
 from rlframe.run.compose.run import run as run_loop
 from rlframe.run.config import RunConfig
 from rlframe.run.folder import claim, dated
-from rlframe.utils.errors import RlframeError
+from rlframe.utils.bounds import shortened
+from rlframe.utils.errors import ConfigError, RlframeError
+from rlframe.utils.faults import Fault
 
 
 def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
@@ -21,7 +23,7 @@ def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, f
     What differs from the recipe goes into `overrides.yaml`, as the command line's overrides would.
 
     Args:
-        config: of `rlframe.load`. It may be changed before.
+        config: of `rlframe.load`. It may be changed before, to what a file may say: `config.mode = "evaluate"`.
         callbacks: called between the parts of a training run.
 
     Returns:
@@ -32,8 +34,8 @@ def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, f
         ConfigError: the configuration is wrong, or the folder belongs to another run.
         RlframeError: the run failed.
     """
-    check(config)
-    config = dated(config)
+    _refuse_others(callbacks)
+    config = dated(check(config))
     with closing(claim(config)) as lock:
         stop = Stop(patience_s=config.checkpoint.on_signal_s, still_ours=lock.check)
         observers = Callbacks(callbacks, stop)
@@ -47,3 +49,16 @@ def run(config: RunConfig, *, callbacks: Sequence[Callback] = ()) -> dict[str, f
                 raise
             observers.on_end()
             return dict(observers.results)
+
+
+def _refuse_others(callbacks: Sequence[Callback]) -> None:
+    """Refuses what is no callback.
+
+    Raises:
+        ConfigError: a class, or an object of another class.
+    """
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            hint = "give an instance: callbacks=[MyCallback()]" if isinstance(each, type) else ""
+            rule = "must hold instances of classes derived from rlframe.Callback"
+            raise ConfigError([Fault("callbacks", rule, got=shortened(each), hint=hint)])

@@ -17,7 +17,7 @@ from rlframe.data.kinds import find_source
 from rlframe.data.prompts import PromptSource
 from rlframe.data.text.special_tokens import special_tokens
 from rlframe.data.training import LEFT_OUT, REWRITTEN, SEQUENCES, TrainingSource
-from rlframe.models.hub import resolve
+from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.run.config import RunConfig
 from rlframe.run.load import add_arguments, of_arguments
@@ -60,11 +60,14 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
         ConfigError, DataError, CheckpointError: the run cannot train on its data.
     """
     algorithm = find("rlframe.algorithms", run.algorithm.name, key="algorithm.name")[0](run.algorithm)
-    tokenizer = load_tokenizer(resolve(run.model), chat_template=run.data.chat_template)
+    folder = resolve(run.model)
+    tokenizer = load_tokenizer(folder, chat_template=run.data.chat_template)
     samples: list[list[tuple[str, list[Piece]]]]
     if algorithm.requirements.data is not None:
         kind = find_source(algorithm.requirements.data)
-        stream = kind(run.data, tokenizer=tokenizer, seed=run.seed, max_tokens=run.train.sequence_tokens)
+        positions = load_family(folder).architecture(read_config(folder)).max_positions
+        limits = {"max_tokens": run.train.sequence_tokens, "max_positions": positions}
+        stream = kind(run.data, tokenizer=tokenizer, seed=run.seed, **limits)
         held_out = len(stream.held_out())
         items = stream.next(len(stream))
         lengths = [item.num_tokens for item in items]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlframe.cluster.config import Device
 from rlframe.cluster.roles import ENGINES
-from rlframe.run.check import planned_faults
+from rlframe.run.check import faults_of_settings, planned_faults
 from rlframe.run.check.context import algorithm_of
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import add_arguments, of_arguments
@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             response_tokens=options.response_tokens,
             prompt_tokens=options.prompt_tokens,
             devices_per_host=options.devices_per_host,
+            rules=faults_of_settings,
         )
         if faults_of(found):
             # Nothing can be counted in a layout that does not divide the model.

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from rlframe.types.sent import Sent, received, sent
+from rlframe.utils.errors import RlframeError
 
 Packed = TypeVar("Packed", bound="Sequences")
 
@@ -174,7 +175,20 @@ class Batch(Sequences):
         return self.group
 
     def with_advantages(self, advantages: Float[Tensor, " T"]) -> "TrainBatch":
-        """Returns the same batch with advantages: the only kind that reaches an online loss."""
+        """Returns the same batch with advantages: the only kind that reaches an online loss.
+
+        Raises:
+            RlframeError: an algorithm has computed something else than a finite number for each token.
+        """
+        found = f"{list(advantages.shape)} of {advantages.dtype}"
+        if advantages.shape != self.token_ids.shape or not advantages.is_floating_point():
+            raise RlframeError(
+                f"the algorithm's advantages must be floating-point numbers of shape [{self.num_tokens}], one for each "
+                f"token of the batch, got {found}"
+            )
+        # Elsewhere the host would wait for the device.
+        if advantages.device.type == "cpu" and (count := int((~advantages.isfinite()).sum())):
+            raise RlframeError(f"the algorithm's advantages must be finite, got {count} that are not, of {found}")
         return TrainBatch(advantages=advantages, **{field.name: getattr(self, field.name) for field in fields(self)})
 
 

@@ -96,7 +96,10 @@ class _Builder:
         arguments = {}
         for item in fields(chosen):
             place = Key((*key, item.name))
-            if item.name in values or str(place) in self.choices:
+            if item.default == "" == values.get(item.name):
+                # Nothing stands for no text, as in the configuration that a run has written.
+                arguments[item.name] = ""
+            elif item.name in values or str(place) in self.choices:
                 absent = None if types.NoneType in get_args(hints[item.name]) else {}
                 arguments[item.name] = self.value(hints[item.name], values.get(item.name, absent), place)
             elif _required(item):

@@ -63,8 +63,24 @@ def find(package: str, name: str, *, key: str) -> tuple[type, type]:
         return component, settings_of(component, key=key)
     known = names(package)
     if name not in known:
-        raise ConfigError(
-            [Fault(key, f"must be one of {', '.join(known)}", got=repr(name), hint=did_you_mean(name, known))]
-        )
+        raise ConfigError([_unknown(name, known, key=key, outside=package in BASES)])
     module = importlib.import_module(f"{package}.{name}")
     return module.COMPONENT, module.CONFIG
+
+
+def _unknown(name: str, known: list[str], *, key: str, outside: bool) -> Fault:
+    """Returns the fault of a name that is none of the package's.
+
+    Args:
+        outside: whether it may also be one from outside, as which a text with a dot or a slash is understood.
+    """
+    rule, hint = f"must be one of {', '.join(known)}", did_you_mean(name, known)
+    if outside:
+        rule += ", or path/to/file.py:NAME or package.module:NAME"
+        file, _, last = name.partition(".py")
+        module, _, final = name.replace("/", ".").rpartition(".")
+        if last or name.endswith(".py"):
+            hint = f"did you mean {file}.py:{last.strip('./') or 'NAME'}?"
+        elif module:
+            hint = f"did you mean {module}:{final}?"
+    return Fault(key, rule, got=repr(name), hint=hint)

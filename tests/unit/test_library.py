@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +40,35 @@ def test_a_wrong_configuration_is_refused_before_the_folder_is_claimed(tmp_path:
 def test_the_version_is_stated_once() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'dynamic = ["version"]' in project and f'"{rlframe.__version__}"' not in project
+
+
+def _set(config: Any, key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        config = getattr(config, section)
+    setattr(config, name, value)
+
+
+def test_every_wrong_value_that_a_program_assigns_is_refused_as_on_the_command_line() -> None:
+    config = rlframe.load("grpo_qwen3_moe")
+    wrong = {"algorithm.group_size": 1, "train.optimizer.lr": -1.0, "steps": None, "reward": None, "seed": 1.5}
+    for key, value in wrong.items():
+        _set(config, key, value)
+    with pytest.raises(rlframe.ConfigError) as refused:
+        rlframe.check(config)
+    assert {str(fault.key) for fault in refused.value.faults} >= wrong.keys()
+
+
+def test_what_a_program_assigns_means_what_it_means_in_a_file(tmp_path: Path) -> None:
+    config = rlframe.load("grpo_qwen3_moe", [f"output={tmp_path}"])
+    for key, value in {"mode": "evaluate", "train.optimizer.lr": "1e-3", "evaluation": {"every_steps": 10}}.items():
+        _set(config, key, value)
+    found = rlframe.check(config)
+    assert found.folder == tmp_path / "evaluate"
+    assert found.train.optimizer.lr == 1e-3 and found.evaluation.every_steps == 10
+
+
+@pytest.mark.parametrize("callback", [rlframe.Callback, print])
+def test_what_is_no_callback_is_refused(callback: Any) -> None:
+    with pytest.raises(rlframe.ConfigError, match="callbacks must hold instances"):
+        rlframe.run(rlframe.load("grpo_qwen3_moe"), callbacks=[callback])

@@ -19,7 +19,7 @@ SHORTEST_TOKENS = 2
 
 class TextSource(TrainingSource[Item]):
     """Documents, each begun as the tokenizer begins a text and ended by the end-of-text token, as sequences of at most
-    `max_tokens`."""
+    `max_tokens` and `max_positions`."""
 
     unit = "text"
     item = Item
@@ -56,8 +56,8 @@ class TextSource(TrainingSource[Item]):
         return np.array(token_ids, dtype=np.int32)
 
     def _cut(self, token_ids: np.ndarray, prefix: str, channel: int) -> list[Item]:
-        starts = range(0, len(token_ids), self.max_tokens)
-        pieces = [token_ids[start : start + self.max_tokens] for start in starts]
+        most = min(self.max_tokens, self.max_positions or self.max_tokens)
+        pieces = [token_ids[start : start + most] for start in range(0, len(token_ids), most)]
         if pieces and len(pieces[-1]) < SHORTEST_TOKENS:
             pieces.pop()
             self.dropped["single token at an end"] += 1

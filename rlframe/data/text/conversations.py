@@ -198,16 +198,21 @@ def _weights_of(record: Record, key: str, turns: list[Any], *, default: float = 
     return weights
 
 
+def _setting(key: str) -> str:
+    """Returns the setting that names a field. The records may be those of a set, which may have its own."""
+    return f"data.{key}, or evaluation.sets.NAME.{key} of a set"
+
+
 def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]:
     fields = record.fields
     key = prompt_key or next((key for key in PROMPT_KEYS if key in fields), None)
     if key is None:
         raise DataError(
             f"{record.where}: expected one of the fields {', '.join(PROMPT_KEYS)}, "
-            f"found {record.names}; name the field with data.prompt_key"
+            f"found {record.names}; name the field with {_setting('prompt_key')}"
         )
     if key not in fields:
-        raise DataError(f"{record.where}: expected the field {key!r} (data.prompt_key), found {record.names}")
+        raise DataError(f"{record.where}: expected the field {key!r} ({_setting('prompt_key')}), found {record.names}")
     value = fields[key]
     if isinstance(value, list) and value:
         return message_list(record, key, value)
@@ -290,7 +295,7 @@ def _answer(record: Record, answer_key: str | None) -> str | None:
 
 def _text(record: Record, key: str) -> str | None:
     if key not in record.fields:
-        raise DataError(f"{record.where}: expected the field {key!r} (data.answer_key), found {record.names}")
+        raise DataError(f"{record.where}: expected the field {key!r} ({_setting('answer_key')}), found {record.names}")
     value = record.fields[key]
     if key in OF_MESSAGES and isinstance(value, list):
         # A completion of messages, whose last turn is the answer.

@@ -13,6 +13,7 @@ from rlframe.run.check.machines import cluster, devices, memory
 from rlframe.run.check.roles import critic, judge, reward, teacher
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import to_run
+from rlframe.utils.build import as_dict
 from rlframe.utils.errors import ConfigError, DataError
 from rlframe.utils.faults import Fault
 
@@ -28,20 +29,24 @@ def checked(values: Mapping[str, Any]) -> RunConfig:
         run = to_run(values)
     except ConfigError as error:
         raise ConfigError(error.faults + _faults_elsewhere(values, error.faults)) from None
-    check(run)
+    if faults := _faults(run, faulty=frozenset()):
+        raise ConfigError(faults)
     return run
 
 
-def check(run: RunConfig) -> None:
-    """Refuses a configuration whose parts do not fit together, before any process starts.
+def check(run: RunConfig) -> RunConfig:
+    """Refuses a configuration with a wrong value, or whose parts do not fit together, before any process starts.
 
     Reads the model's config.json (downloading a hub model), the whole dataset and the reward functions.
+
+    Returns:
+        The configuration that a file with the same values would give, to run: what a program has assigned is of no
+        type yet.
 
     Raises:
         ConfigError: every fault, each with its dotted key, the rule, the value and what to do.
     """
-    if faults := _faults(run, faulty=frozenset()):
-        raise ConfigError(faults)
+    return checked(as_dict(run))
 
 
 def check_device(run: RunConfig) -> None:
@@ -58,7 +63,15 @@ def check_device(run: RunConfig) -> None:
 def planned_faults(run: RunConfig) -> list[Fault]:
     """Returns every fault that a machine can see that has the model's config.json, but not its weights, the data or the
     devices."""
-    concerned = topics_of(run) - OF_THIS_MACHINE
+    return _of(run, topics_of(run) - OF_THIS_MACHINE)
+
+
+def faults_of_settings(run: RunConfig) -> list[Fault]:
+    """Returns the `planned_faults` that take no process, for the many configurations among which advice is chosen."""
+    return _of(run, topics_of(run) - OF_THIS_MACHINE - {loop.environment})
+
+
+def _of(run: RunConfig, concerned: Set[Any]) -> list[Fault]:
     return [fault for topic in TOPICS if topic in concerned for fault in topic(run)]
 
 
@@ -232,7 +245,7 @@ TOPICS = {
     check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
     loop.evaluation: {"data", "evaluation"},
     loop.evaluation_engines: {"evaluation", "rollout", "loop", "cluster", "algorithm"},
-    check_reward: {"reward"},
+    check_reward: {"reward", "data"},
     check_reward_model: {"reward", "model", "data", "rollout", "evaluation"},
     loop.learning: {"algorithm", "train", "reward", "judge", "loop"},
     loop.lag: {"loop", "cluster", "rollout", "algorithm"},
@@ -241,7 +254,8 @@ TOPICS = {
     check_teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
     loop.reference: {"algorithm", "train", "steps"},
     loop.distillation: {"algorithm", "rollout"},
-    loop.checkpoint: {"checkpoint"},
+    loop.checkpoint: {"checkpoint", "algorithm", "output", "mode"},
+    loop.best_metric: {"checkpoint", "data", "evaluation", "algorithm", "rollout"},
     replay.faults: {"model", "rollout", "algorithm", "train", "checkpoint", "prompts_per_step", "steps", "output"},
     loop.offline: {"algorithm", "train"},
     memory.faults: set(RunConfig.__dataclass_fields__),

@@ -7,12 +7,14 @@ from pathlib import Path
 from rlframe.attempts.sessions.calls import CannotStart, Setup
 from rlframe.attempts.sessions.pool import try_start
 from rlframe.environments.base import find_environment, rewards
+from rlframe.loops.saving.manifest import named_checkpoints
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.run.check.context import algorithm_of, evaluates, online, samples
 from rlframe.run.config import RunConfig
 from rlframe.utils import outside
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 
 DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
 """Files of every Megatron distributed checkpoint."""
@@ -203,8 +205,12 @@ def distillation(run: RunConfig) -> Iterator[Fault]:
 
 
 def checkpoint(run: RunConfig) -> Iterator[Fault]:
-    """Checks that the checkpoint to start from exists."""
-    if run.checkpoint.start_from is None:
+    """Checks that the checkpoint to start from exists, unless the run goes on from one of its own and needs no
+    reference."""
+    algorithm = algorithm_of(run)
+    goes_on = any(named_checkpoints(run.folder / "checkpoints"))
+    keeps_first_weights = algorithm.needs_reference or algorithm.precomputes_reference
+    if run.checkpoint.start_from is None or (goes_on and not keeps_first_weights):
         return
     folder = Path(run.checkpoint.start_from).expanduser()
     if missing := [name for name in DISTRIBUTED_CHECKPOINT if not (folder / name).is_file()]:
@@ -213,4 +219,26 @@ def checkpoint(run: RunConfig) -> Iterator[Fault]:
             "must be the folder of a Megatron distributed checkpoint",
             got=f"{folder}, which has no {' and no '.join(missing)}",
             hint="set model.path for a Hugging Face model",
+        )
+
+
+def best_metric(run: RunConfig) -> Iterator[Fault]:
+    """Checks that the metric that chooses checkpoints is one of an evaluation that there is."""
+    metric = run.checkpoint.best_metric
+    if metric is None or not metric.startswith("evaluation/") or run.rollout.replay is not None:
+        return
+    key, (first, _, rest) = "checkpoint.best_metric", metric.removeprefix("evaluation/").partition("/")
+    names = list(run.evaluation.sets)
+    if rest and first in names:
+        return
+    # `reward_mean/SOURCE` is of the held-out prompts of one dataset.
+    if rest and online(run) and not first.endswith("_mean"):
+        rule = f"must be of a set of evaluation.sets, {', '.join(names) or 'of which there is none'}"
+        yield Fault(key, rule, got=metric, hint=did_you_mean(first, names))
+    elif not run.data.holds_out:
+        yield Fault(
+            key,
+            "is not measured where nothing is held out",
+            got=metric,
+            hint="set data.evaluation_count, or name evaluation/SET/... of a set of evaluation.sets",
         )

@@ -5,6 +5,7 @@ from rlframe.data.kinds import find_source
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.reference import PrecomputedReference
 from rlframe.loops.saving.exporting import Exporter
+from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.throughput import throughput
@@ -14,12 +15,14 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
     """Returns the offline loop with every part started."""
     config, required = parts.config, parts.requirements
     assert required.data is not None
+    folder = resolve(config.model)
     # Before Ray: what is wrong with the data is said at once, and processes that tokenise it inherit no threads of Ray.
     examples = find_source(required.data)(
         config.data,
         tokenizer=parts.tokenizer,
         seed=config.seed,
         max_tokens=config.train.sequence_tokens,
+        max_positions=load_family(folder).architecture(read_config(folder)).max_positions,
     )
     parts.start_up.done("data")
     placement = parts.devices()

@@ -7,14 +7,17 @@ from typing import Any
 from rlframe.megatron.config.optimizer import OptimizerName
 from rlframe.megatron.config.options import MomentDtype, Recompute, RecomputeConfig, RecomputeMethod
 from rlframe.megatron.config.parallel import Parallel
-from rlframe.megatron.config.train import Dtype, TrainConfig
+from rlframe.megatron.config.train import Dtype
 from rlframe.models import shards
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.config import RunConfig
 from rlframe.run.preflight.plan import Plan, with_run
+from rlframe.run.preflight.workload import layout_of
 from rlframe.types.results import Output
+from rlframe.utils.build import as_dict
 from rlframe.utils.errors import SettingError
 from rlframe.utils.faults import Fault, shown
+from rlframe.utils.nested import flat
 
 LOWEST_UTILIZATION = 0.15
 """Least rollout.gpu_memory_utilization that is advised."""
@@ -69,38 +72,58 @@ def advise(plan: Plan, *, most: int = 4) -> list[Advice]:
 
 
 def singles(plan: Plan) -> Iterator[Advice]:
-    """Yields every single change that the layout allows, the cheapest first."""
+    """Yields every single change that the layout and the rules allow, the cheapest first."""
     for propose in PROPOSALS:
-        for change, run in propose(plan.run, plan):
-            if advice := _tried(plan, (change,), run):
-                yield advice
+        yield from _tried(plan, propose)
 
 
 def _together(plan: Plan) -> Advice | None:
     """Returns the first combination that fits: every proposal that frees something, in the order of its cost, and from
     the first again, because what takes most has changed."""
-    now, changes = plan, {}
+    now = plan
     for propose in PROPOSALS * ROUNDS:
-        options = [
-            (advice, change)
-            for change, run in propose(now.run, now)
-            if (advice := _tried(now, (change,), run)) and (advice.frees > 0 or advice.fits)
-        ]
+        options = [advice for advice in _tried(now, propose) if advice.frees > 0 or advice.fits]
         if not options:
             continue
-        advice, change = max(options, key=lambda each: each[0].frees)
-        first = changes.get(change.key, change)
-        now, changes[change.key] = advice.plan, replace(change, old=first.old)
+        now = max(options, key=lambda each: each.frees).plan
         if now.fits:
-            return Advice(tuple(changes.values()), plan.worst.peak_bytes - now.worst.peak_bytes, True, now)
+            return _advice(plan, now)
     return None
 
 
-def _tried(plan: Plan, changes: tuple[Change, ...], run: RunConfig) -> Advice | None:
-    other = with_run(plan, run)
-    if faults_of(other):
-        return None
+def _tried(plan: Plan, propose: "Proposal") -> Iterator[Advice]:
+    try:
+        runs = list(propose(plan.run, plan))
+    except SettingError:
+        # It does not go together with another setting of the run.
+        return
+    for run in runs:
+        other = with_run(plan, run)
+        if not faults_of(other) and is_allowed(other, plan):
+            yield _advice(plan, other)
+
+
+def _advice(plan: Plan, other: Plan) -> Advice:
+    changes = tuple(changes_between(plan.run, other.run))
     return Advice(changes, plan.worst.peak_bytes - other.worst.peak_bytes, other.fits, other)
+
+
+def is_allowed(other: Plan, plan: Plan) -> bool:
+    """Returns whether the rules find nothing in another plan that they do not find in `plan`."""
+    return other.known <= plan.known
+
+
+def changes_between(old: RunConfig, new: RunConfig) -> Iterator[Change]:
+    """Yields every setting of `new` that has another value in `old`, those of the ranks first."""
+    before, after = _settings(old), _settings(new)
+    for key in sorted(after, key=lambda key: (not key.startswith("train."), list(after).index(key))):
+        if key not in before or before[key] != after[key]:
+            yield Change(key, before.get(key), after[key])
+
+
+def _settings(run: RunConfig) -> dict[str, Any]:
+    """Returns the settings by dotted key, the layout as one text."""
+    return flat(as_dict(replace(run, train=replace(run.train, parallel=str(layout_of(run.train.parallel))))))
 
 
 def faults_of(plan: Plan) -> list[Fault]:
@@ -111,49 +134,48 @@ def faults_of(plan: Plan) -> list[Fault]:
     return [*found, *plan.run.rollout.faults(plan.architecture)] if plan.engine else found
 
 
-Proposal = Callable[[RunConfig, Plan], Iterator[tuple[Change, RunConfig]]]
+Proposal = Callable[[RunConfig, Plan], Iterator[RunConfig]]
 
 
-def release(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def release(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields that gradients and the memory of past micro-batches make room for engines."""
     if plan.cuda and plan.engine and run.cluster.colocate and not run.train.sleeps:
-        yield _train(run, "release_memory", False, replace(run.train, release_memory=True))
+        yield replace(run, train=replace(run.train, release_memory=True))
 
 
-def sleep(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def sleep(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields that main weights and moments wait in host memory while engines sample."""
     if plan.cuda and plan.engine and run.cluster.colocate and not run.train.offload_optimizer:
-        yield _train(run, "offload_optimizer", False, replace(run.train, offload_optimizer=True))
+        yield replace(run, train=replace(run.train, offload_optimizer=True))
 
 
-def engine_sleep(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def engine_sleep(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields that engines free their memory while the policy works."""
     rollout = run.rollout
     if plan.engine and plan.engine.shares and isinstance(rollout, ServedConfig) and not rollout.sleeps:
-        changed = replace(rollout, sleep_level=2)
-        yield Change("rollout.sleep_level", rollout.sleep_level, 2), replace(run, rollout=changed)
+        yield replace(run, rollout=replace(rollout, sleep_level=2))
 
 
-def recompute(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def recompute(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields that layers are computed twice instead of being kept."""
     if run.train.recompute is not Recompute.FULL:
         train = replace(run.train, recompute=Recompute.FULL, recompute_options=RecomputeConfig())
-        yield _train(run, "recompute", run.train.recompute, train)
+        yield replace(run, train=train)
 
 
-def layer_inputs(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def layer_inputs(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields that the inputs of recomputed layers wait in host memory, where a sequence is long."""
     train = run.train
     uniform = train.recompute is Recompute.FULL and train.recompute_options.method is RecomputeMethod.UNIFORM
     if plan.cuda and uniform and not train.offload_activations and longest_share(plan) >= LONG:
-        yield _train(run, "offload_activations", False, replace(train, offload_activations=True))
+        yield replace(run, train=replace(train, offload_activations=True))
 
 
-def logits(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def logits(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields that logits are computed by chunks, where a sequence is long."""
     tokens = plan.algorithm.output is Output.TOKENS
     if tokens and run.train.logits_chunk_tokens is None and longest_share(plan) >= LONG:
-        yield _train(run, "logits_chunk_tokens", None, replace(run.train, logits_chunk_tokens=CHUNK))
+        yield replace(run, train=replace(run.train, logits_chunk_tokens=CHUNK))
 
 
 def longest_share(plan: Plan) -> int:
@@ -161,7 +183,7 @@ def longest_share(plan: Plan) -> int:
     return -(-(plan.workload.prompt_tokens + plan.workload.longest_response) // plan.parallel.cp)
 
 
-def claim(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def claim(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields that engines claim as little as fits beside the others, or as much as they need."""
     rollout = run.rollout
     if not (plan.engine and plan.cuda and isinstance(rollout, ServedConfig)):
@@ -174,23 +196,20 @@ def claim(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
     wanted = max(LOWEST_UTILIZATION, least / plan.accelerator.memory_bytes)
     new = int(100 * max(wanted, fitting)) / 100
     if new != rollout.gpu_memory_utilization and new <= 0.95:
-        changed = replace(rollout, gpu_memory_utilization=new)
-        change = Change("rollout.gpu_memory_utilization", rollout.gpu_memory_utilization, new)
-        yield change, replace(run, rollout=changed)
+        yield replace(run, rollout=replace(rollout, gpu_memory_utilization=new))
 
 
-def cache_size(run: RunConfig, plan: Plan, rollout: ServedConfig) -> Iterator[tuple[Change, RunConfig]]:
+def cache_size(run: RunConfig, plan: Plan, rollout: ServedConfig) -> Iterator[RunConfig]:
     """Yields a cache as large as fits beside the others, of four sequences at least."""
     assert plan.engine is not None and rollout.kv_cache_gb is not None
     least = plan.engine.sequence_tokens * plan.engine.token_bytes * 4 / 1e9
     missing = max(0.0, plan.missing_bytes) / rollout.engines_per_device
     new = int(100 * max(least, rollout.kv_cache_gb - missing / 1e9)) / 100
     if 0 < new != rollout.kv_cache_gb:
-        changed = replace(rollout, kv_cache_gb=new)
-        yield Change("rollout.kv_cache_gb", rollout.kv_cache_gb, new), replace(run, rollout=changed)
+        yield replace(run, rollout=replace(rollout, kv_cache_gb=new))
 
 
-def moments(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def moments(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields main weights without the bits that parameters have, then moments in bfloat16: both AdamW's alone."""
     optimizer = run.train.optimizer
     if optimizer.name != OptimizerName.ADAMW:
@@ -199,37 +218,36 @@ def moments(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
         return
     if not optimizer.precision_aware:
         changed = replace(optimizer, precision_aware=True)
-        yield _train(run, "optimizer.precision_aware", False, replace(run.train, optimizer=changed))
+        yield replace(run, train=replace(run.train, optimizer=changed))
     elif optimizer.moment_dtype is MomentDtype.FLOAT32:
         changed = replace(optimizer, moment_dtype=MomentDtype.BFLOAT16)
-        yield _train(run, "optimizer.moment_dtype", optimizer.moment_dtype, replace(run.train, optimizer=changed))
+        yield replace(run, train=replace(run.train, optimizer=changed))
 
 
-def tokens(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def tokens(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields smaller micro-batches, down to the longest sequence."""
     old = run.train.max_tokens_per_microbatch
     new = max(longest_share(plan), old // 2)
     if new < old:
-        train = replace(run.train, max_tokens_per_microbatch=new)
-        yield _train(run, "max_tokens_per_microbatch", old, train)
+        yield replace(run, train=replace(run.train, max_tokens_per_microbatch=new))
 
 
-def gradients(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def gradients(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields gradients in the parameters' number format."""
     communication = run.train.communication
     if plan.cuda and run.train.dtype == Dtype.BFLOAT16 and communication.reduce_in_float32:
         train = replace(run.train, communication=replace(communication, reduce_in_float32=False))
-        yield _train(run, "communication.reduce_in_float32", True, train)
+        yield replace(run, train=train)
 
 
-def layout(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def layout(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields the same ranks with more of the model's parts shared out."""
     old = plan.parallel
     for changed in _layouts(old, bool(plan.architecture.num_experts)):
-        yield _train(run, "parallel", str(old), replace(run.train, parallel=str(changed)))
+        yield replace(run, train=replace(run.train, parallel=str(changed)))
 
 
-def engine_split(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def engine_split(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields fewer engines of more devices."""
     rollout = run.rollout
     if (
@@ -238,17 +256,15 @@ def engine_split(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig
         and rollout.num_engines % (2 * rollout.engines_per_device) == 0
     ):
         changed = replace(rollout, tp=rollout.tp * 2, num_engines=rollout.num_engines // 2)
-        change = Change("rollout.tp", rollout.tp, f"{changed.tp} rollout.num_engines={changed.num_engines}")
-        yield change, replace(run, rollout=changed)
+        yield replace(run, rollout=changed)
 
 
-def host(run: RunConfig, plan: Plan) -> Iterator[tuple[Change, RunConfig]]:
+def host(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     """Yields main weights and moments updated by the CPU, which AdamW alone has."""
     optimizer = run.train.optimizer
     if plan.cuda and optimizer.name == OptimizerName.ADAMW and not optimizer.cpu_offload_fraction:
         changed = replace(optimizer, cpu_offload_fraction=1.0, precision_aware=False, moment_dtype=MomentDtype.FLOAT32)
-        train = replace(run.train, optimizer=changed, offload_optimizer=run.train.offload_optimizer)
-        yield _train(run, "optimizer.cpu_offload_fraction", 0.0, train)
+        yield replace(run, train=replace(run.train, optimizer=changed))
 
 
 PROPOSALS: tuple[Proposal, ...] = (
@@ -280,10 +296,3 @@ def _layouts(old: Parallel, experts: bool) -> Iterator[Parallel]:
             yield replace(old, **sizes)
         except (ValueError, SettingError):
             continue
-
-
-def _train(run: RunConfig, field: str, old: Any, train: TrainConfig) -> tuple[Change, RunConfig]:
-    value: Any = train
-    for name in field.split("."):
-        value = getattr(value, name)
-    return Change(f"train.{field}", old, value), replace(run, train=train)

@@ -84,7 +84,7 @@ def _batch(plan: Plan) -> Iterator[str]:
         sharing = engine.config.engines_per_device
         shared = f"; {sharing} engines share each device" if sharing > 1 else ""
         yield (
-            f"each of {engine.config.num_engines} engines on {engine.config.devices_per_engine} devices samples "
+            f"each of {plan.num_samplers} engines on {engine.config.devices_per_engine} devices samples "
             f"{engine.sequences:,} sequences; its cache holds {engine.cache_tokens:,} tokens{shared}"
         )
 

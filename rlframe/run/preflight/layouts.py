@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rlframe.megatron.config.options import ContextParallelConfig, Recompute, RecomputeConfig, RecomputeMethod
 from rlframe.megatron.config.parallel import Parallel
@@ -9,7 +10,7 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.config import RunConfig
-from rlframe.run.preflight.advice import faults_of
+from rlframe.run.preflight.advice import changes_between, faults_of, is_allowed
 from rlframe.run.preflight.parts import Phase
 from rlframe.run.preflight.plan import Plan, with_run
 from rlframe.run.preflight.trainer import peak
@@ -25,12 +26,23 @@ OWN_UTILIZATION = 0.9
 """Claim of engines with devices of their own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """A layout with its overrides of the command line."""
 
     plan: Plan
-    overrides: tuple[str, ...]
+    asked: RunConfig
+    """The run as it was asked for."""
+
+    @property
+    def ranks(self) -> str:
+        """The layout of the ranks."""
+        return str(self.plan.parallel)
+
+    @cached_property
+    def overrides(self) -> tuple[str, ...]:
+        """The arguments that turn `asked` into it."""
+        return tuple(overrides(self.asked, self.plan.run))
 
     @property
     def margin_bytes(self) -> float:
@@ -41,12 +53,13 @@ class Layout:
 def best(plan: Plan, num_devices: int, *, most: int = 3) -> list[Layout]:
     """Returns the fastest layouts that fit `num_devices` devices, one for each layout of the ranks, the fastest
     first."""
-    by_ranks: dict[str, Layout] = {}
-    for layout in _candidates(plan, num_devices):
-        ranks = layout.overrides[0]
-        if ranks not in by_ranks or layout.plan.total_seconds < by_ranks[ranks].plan.total_seconds:
-            by_ranks[ranks] = layout
-    return sorted(by_ranks.values(), key=lambda layout: layout.plan.total_seconds)[:most]
+    found: dict[str, Layout] = {}
+    for layout in sorted(_candidates(plan, num_devices), key=lambda layout: layout.plan.total_seconds):
+        if len(found) == most:
+            break
+        if layout.ranks not in found and is_allowed(layout.plan, plan):
+            found[layout.ranks] = layout
+    return list(found.values())
 
 
 def _candidates(plan: Plan, num_devices: int) -> Iterator[Layout]:
@@ -133,8 +146,7 @@ def _trained(plan: Plan, parallel: Parallel) -> Iterator[TrainConfig]:
 
 
 def _fitting(plan: Plan, rollout: RolloutConfig, asked: RunConfig) -> Layout | None:
-    """Returns the layout with the greatest claim of the engines that fits, and the arguments that turn `asked` into
-    it."""
+    """Returns the layout with the greatest claim of the engines that fits."""
     other = with_run(plan, replace(plan.run, rollout=rollout))
     if plan.engine is not None and faults_of(other):
         return None
@@ -148,7 +160,7 @@ def _fitting(plan: Plan, rollout: RolloutConfig, asked: RunConfig) -> Layout | N
         other = with_run(plan, replace(plan.run, rollout=changed))
     if other.worst.peak_bytes > _usable(plan) or not other.engine_fits:
         return None
-    return Layout(other, tuple(overrides(asked, other.run)))
+    return Layout(other, asked)
 
 
 def _refused(plan: Plan) -> bool:
@@ -160,22 +172,9 @@ def _refused(plan: Plan) -> bool:
 def overrides(old: RunConfig, new: RunConfig) -> Iterator[str]:
     """Yields the arguments of the command line that turn one run's layout into another's, the ranks first."""
     yield f"train.parallel={quoted(str(new.train.parallel))}"
-    train = ("recompute", "offload_activations", "max_tokens_per_microbatch", "release_memory", "offload_optimizer")
-    for name in train:
-        if getattr(new.train, name) != getattr(old.train, name):
-            yield f"train.{name}={shown(getattr(new.train, name))}"
-    options, before = new.train.recompute_options, old.train.recompute_options
-    for name in ("method", "layers"):
-        if getattr(options, name) != getattr(before, name):
-            yield f"train.recompute_options.{name}={getattr(options, name)}"
-    communication = new.train.context_parallel.communication
-    if communication != old.train.context_parallel.communication:
-        yield f"train.context_parallel.communication={communication}"
-    if new.rollout.num_engines != old.rollout.num_engines:
-        yield f"rollout.num_engines={new.rollout.num_engines}"
-    for name in ("tp", "gpu_memory_utilization"):
-        if getattr(new.rollout, name, None) != getattr(old.rollout, name, None):
-            yield f"rollout.{name}={getattr(new.rollout, name)}"
+    for change in changes_between(old, new):
+        if change.key != "train.parallel":
+            yield f"{change.key}={shown(change.new)}"
 
 
 def quoted(text: str) -> str:

@@ -1,6 +1,6 @@
 """The plan of a run: its processes on their devices, and the seconds of its step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,9 +28,18 @@ from rlframe.run.preflight.workload import Division, Workload, divide, layout_of
 from rlframe.run.roles import teacher_engine, topology
 from rlframe.run.teacher import TeacherPlacement
 from rlframe.types.results import Output
+from rlframe.utils.faults import Fault
 
 MAX_LENGTH = 16384
 """Longest response that the estimate assumes where nothing else bounds it."""
+
+
+Rules = Callable[[RunConfig], list[Fault]]
+
+
+def no_rules(run: RunConfig) -> list[Fault]:
+    """Returns no fault."""
+    return []
 
 
 class Models:
@@ -69,6 +78,13 @@ class Plan:
     workload: Workload
     models: Models
     devices_per_host: int = 8
+    rules: Rules = no_rules
+    """Returns the faults of another configuration, by which advice is chosen."""
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """The keys of the faults that the configuration has."""
+        return frozenset(str(fault.key) for fault in self.rules(self.run))
 
     @property
     def cuda(self) -> bool:
@@ -153,6 +169,11 @@ class Plan:
             return None
         return self._engine(ENGINES, self.run.rollout, self.run.model, shares=self.run.cluster.colocate)
 
+    @property
+    def num_samplers(self) -> int:
+        """Number of the policy's engines that sample; the others only evaluate."""
+        return max(1, self.run.rollout.num_engines - self.run.evaluation.num_engines)
+
     def _engine(self, role: str, config: RolloutConfig, model: ModelConfig, *, shares: bool) -> EngineMemory:
         counter = self.models.counter(model, self.algorithm.model_outputs if role == ENGINES else None)
         (whole,) = counter.stages(Parallel())
@@ -163,7 +184,7 @@ class Plan:
             parameters=whole.all,
             device_bytes=self.accelerator.memory_bytes,
             train_itemsize=2 if self.run.train.dtype == Dtype.BFLOAT16 else 4,
-            sequences=-(-self.workload.sequences // config.num_engines),
+            sequences=-(-self.workload.sequences // (self.num_samplers if role == ENGINES else config.num_engines)),
             sequence_tokens=self.workload.prompt_tokens + self.workload.longest_response,
             cuda=self.cuda,
             shares=shares and self.cuda,
@@ -256,31 +277,37 @@ class Plan:
 
     @cached_property
     def host_bytes(self) -> float:
-        """Host memory of one host that the policy's ranks pin or copy: references, inputs of layers, main weights and
-        moments that wait there or are updated there."""
-        train = self.run.train
-        stage = max(self.trainer.stages(), key=lambda each: each.all)
-        states = {part.name: part.bytes for part in self.trainer.states(stage)}
-        on_device = 1.0 - train.optimizer.cpu_offload_fraction
-        bytes_of_rank = 0.0
-        bytes_of_rank += self.reference_bytes + self.trainer.host_activations()
+        """Host memory of one host that ranks pin or copy: the policy's references, and of policy and critic inputs of
+        layers, main weights and moments that wait there or are updated there."""
+        references = self.reference_bytes * min(self.parallel.world, self.devices_per_host)
+        return references + sum(
+            self._waiting_bytes(each) * min(each.parallel.world, self.devices_per_host) for each in self._trainers
+        )
+
+    @staticmethod
+    def _waiting_bytes(trainer: TrainerMemory) -> float:
+        """Returns the bytes of a rank's layer inputs, main weights and moments in host memory."""
+        train, layout = trainer.train, trainer.parallel
+        stage = max(trainer.stages(), key=lambda each: each.all)
+        states = {part.name: part.bytes for part in trainer.states(stage)}
+        found = float(trainer.host_activations())
         if train.offload_optimizer:
-            bytes_of_rank += states.get("main weights", 0.0) + states[MOMENTS]
-        if on_device < 1.0:
-            shard = stage.trained_dense / (self.parallel.dp * self.parallel.cp)
-            shard += stage.trained_experts / self.parallel.edp
-            bytes_of_rank += shard * 12 * (1.0 - on_device)
-        return bytes_of_rank * min(self.parallel.world, self.devices_per_host)
+            found += states.get("main weights", 0.0) + states[MOMENTS]
+        shard = stage.trained_dense / (layout.dp * layout.cp) + stage.trained_experts / layout.edp
+        return found + shard * 12 * train.optimizer.cpu_offload_fraction
+
+    @property
+    def _trainers(self) -> list[TrainerMemory]:
+        return [self.trainer, *([self.critic_trainer] if self.critic_trainer else [])]
 
     @cached_property
     def checkpoint_copy_bytes(self) -> float:
         """Host memory of one host for a copy of the training state, which is written while training goes on."""
         if self.run.checkpoint.copies is Asynchronous.FALSE:
             return 0.0
-        models = [self.trainer, *([self.critic_trainer] if self.critic_trainer else [])]
         return sum(
             max(each.state_bytes(stage) for stage in each.stages()) * min(each.parallel.world, self.devices_per_host)
-            for each in models
+            for each in self._trainers
         )
 
     @cached_property
@@ -408,6 +435,7 @@ def plan(
     prompt_tokens: int | None = None,
     models: Models | None = None,
     devices_per_host: int = 8,
+    rules: Rules = no_rules,
 ) -> Plan:
     """Returns the plan of a run.
 
@@ -415,6 +443,7 @@ def plan(
         response_tokens: mean tokens of a response; None means rollout.max_tokens.
         prompt_tokens: mean tokens of a prompt; None means data.max_prompt_tokens.
         models: models that other plans have read.
+        rules: returns the faults of a configuration; advice that has new ones is not given.
     """
     sampled = algorithm.online and run.rollout.replay is None
     longest = min(run.rollout.max_tokens, run.train.sequence_tokens)
@@ -435,7 +464,7 @@ def plan(
         longest_response=max(longest, response) if algorithm.online else response,
         sampled=sampled,
     )
-    return Plan(run, algorithm, accelerator, workload, models or Models(), devices_per_host)
+    return Plan(run, algorithm, accelerator, workload, models or Models(), devices_per_host, rules)
 
 
 def sequences_per_item(algorithm: Algorithm) -> int:
@@ -451,4 +480,6 @@ def with_train(found: Plan, train: TrainConfig) -> Plan:
 
 def with_run(found: Plan, run: RunConfig) -> Plan:
     """Returns the plan of another run of the same algorithm, on the same devices with the same lengths."""
-    return Plan(run, found.algorithm, found.accelerator, found.workload, found.models, found.devices_per_host)
+    return Plan(
+        run, found.algorithm, found.accelerator, found.workload, found.models, found.devices_per_host, found.rules
+    )

@@ -37,6 +37,7 @@ class Train:
     parallel: str = "d1"
     fast: bool = False
     colour: Colour = Colour.RED
+    remark: str = ""
     optimizer: Optimizer = field(default_factory=Optimizer)
 
 
@@ -66,6 +67,10 @@ def test_defaults_fill_what_is_not_given() -> None:
 
 def test_an_empty_section_is_its_defaults() -> None:
     assert build(Run, {"name": "a", "train": {}}) == Run(name="a")
+
+
+def test_no_text_is_given_where_it_is_the_default() -> None:
+    assert build(Run, as_dict(Run(name="a"))) == build(Run, {"name": "a", "train": {"remark": ""}}) == Run(name="a")
 
 
 def test_nested_values_reach_their_fields() -> None:

@@ -191,9 +191,17 @@ def test_the_system_prompt_is_for_conversations_without_one() -> None:
 @pytest.mark.parametrize(
     ("fields", "config", "message"),
     [
-        ({"text": "x"}, {}, "expected one of the fields messages, .*found text; name the field with data.prompt_key"),
-        ({"prompt": "x"}, {"prompt_key": "task"}, r"expected the field 'task' \(data.prompt_key\), found prompt"),
-        ({"prompt": "x"}, {"answer_key": "gold"}, r"expected the field 'gold' \(data.answer_key\), found prompt"),
+        ({"text": "x"}, {}, "expected one of the fields messages, .*found text; .* with data.prompt_key"),
+        (
+            {"prompt": "x"},
+            {"prompt_key": "task"},
+            r"expected the field 'task' \(data.prompt_key, or .*sets.NAME.prompt_key",
+        ),
+        (
+            {"prompt": "x"},
+            {"answer_key": "gold"},
+            r"expected the field 'gold' \(data.answer_key, or .*sets.NAME.answer_key",
+        ),
         ({"prompt": 5}, {}, "expected 'prompt' to be text or a list of messages, found int 5"),
         ({"prompt": " "}, {}, "expected 'prompt' to be text"),
         ({"prompt": "x", "answer": ["4"]}, {}, "expected 'answer' to be text or a number, found list"),

@@ -27,8 +27,10 @@ def test_settings_that_name_no_agent_are_refused(options: dict[str, Any], why: s
     assert why in str(caught.value)
 
 
-def test_commands_are_limited_and_functions_are_not() -> None:
-    assert EndpointAgent.most_at_once(EndpointConfig(command=["x"])) == 64
+def test_commands_are_limited_and_functions_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, commands in ((1, 4), (2, 8), (16, 64), (128, 64)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert EndpointAgent.most_at_once(EndpointConfig(command=["x"])) == commands
     assert EndpointAgent.most_at_once(EndpointConfig(command=["x"], parallel=2)) == 2
     assert EndpointAgent.most_at_once(EndpointConfig(function="a:b")) is None
 

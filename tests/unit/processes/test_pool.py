@@ -3,7 +3,7 @@
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ import pytest
 from rlframe.processes.pool import Pool, wait
 from rlframe.processes.process import Process
 from rlframe.processes.work import Failed, Limits, PoolError, Several, Work
+from rlframe.processes.worker import described
 from rlframe.rewards.base import Attempt
 from rlframe.rewards.config import RewardTerm
 from rlframe.rewards.scoring import Scoring
 from rlframe.types.rollout import FinishReason
+from rlframe.utils.outside import module_of_file
 from tests.unit.processes.works import Arithmetic, Broken, Calculator, Deadly
 from tests.until import under_a_fair_limit, until
 
@@ -56,7 +58,7 @@ def test_a_task_that_misbehaves_costs_itself_alone() -> None:
         failed = {tasks[index]: found[index].why for index in (1, 3, 5, 6)}
         assert failed["hang"].startswith("took longer than 1") and "exit code 7" in failed["leave"]
         assert failed["too long"] == "an answer must have at most 65536 bytes of JSON, got 70002"
-        assert failed["no JSON"].startswith("TypeError: ")
+        assert failed["no JSON"].startswith("TypeError: ") and "(at " not in failed["no JSON"]
         assert found[4] == Failed("nothing to add"), "in the task's own words"
 
 
@@ -133,6 +135,25 @@ def test_a_worker_that_the_system_does_not_start_is_a_sentence() -> None:
                 sums.run(["leave"])
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def said_of(do: Callable[[], Any]) -> str:
+    """What is said of the error that `do` raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the sentence is what is tested
+        do()
+    return described(caught.value)
+
+
+def test_an_error_is_told_with_the_line_of_the_users_code(tmp_path: Path) -> None:
+    file = tmp_path / "kinder" / "rewards.py"
+    file.parent.mkdir()
+    file.write_text("import json\ndef f(text):\n    return json.loads(text)\ndef g(text):\n    raise KeyError(text)\n")
+    module = module_of_file(str(file))
+    said = said_of(lambda: module.f("{"))
+    assert said.startswith("JSONDecodeError: ") and said.endswith(" (at kinder/rewards.py:3)"), "the line not in json"
+    assert said_of(lambda: module.g("key")) == "KeyError: 'key' (at kinder/rewards.py:5)"
+    long = said_of(lambda: module.g("x" * 2000))
+    assert len(long) == 600 and long.endswith("x (at kinder/rewards.py:5)")
 
 
 def test_what_tasks_print_is_passed_on_cut() -> None:

@@ -15,7 +15,7 @@ from rlframe.rewards.config import Per, RewardConfig, RewardTerm
 from rlframe.rewards.judge.reading import Form, ReadingConfig, Unreadable, read
 from rlframe.rewards.runner import RewardRunner
 from rlframe.types.rollout import Rollout
-from rlframe.utils.errors import ConfigError, RewardError, SettingError
+from rlframe.utils.errors import ConfigError, RlframeError, SettingError
 from tests.campaigns.rewards import rollout
 from tests.contracts.test_rewards import HOSTILE
 from tests.judge_server import Server, serving
@@ -270,7 +270,7 @@ def test_a_judge_and_reward_functions_add_up() -> None:
 
 def test_a_judge_that_never_scores_ends_the_run() -> None:
     rollouts = [rollout(index, "x", answer="y") for index in range(64)]
-    with pytest.raises(RewardError, match="reward.parts.judge has failed on each of the first 64 rollouts"):
+    with pytest.raises(RlframeError, match="reward.parts.judge has failed on each of the first 64 rollouts"):
         judged(lambda request: "?", rollouts, without_score="skip")
 
 

@@ -247,6 +247,37 @@ def test_a_users_function_that_is_not_there_is_named(
         build(f"{user_file}:{function}")
 
 
+@pytest.mark.parametrize(
+    ("signature", "message"),
+    [
+        ("def f(response)", r"rlframe calls f\(response, answer, \*\*fields\), got f\(response\)$"),
+        ("def f(completions, **kwargs)", r"got f\(completions, \*\*kwargs\); 'completions' is a name of TRL or verl"),
+        ("def f(prompts, completions, **kwargs)", "got f.* 'completions' is a name of TRL or verl"),
+        ("def f(data_source, solution_str, ground_truth, extra_info=None)", "'solution_str' is a name of TRL or verl"),
+        ("def f(*, response, answer)", "rlframe calls f"),
+        ("async def f(response, answer)", "must be a plain function, without async"),
+    ],
+)
+def test_a_users_function_that_is_called_otherwise_is_refused(tmp_path: Path, signature: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(f"{signature}: return 1.0")
+    with pytest.raises(RewardError, match=message):
+        build(f"{tmp_path}/mine.py:f")
+
+
+@pytest.mark.parametrize(
+    ("signature", "fields"),
+    [
+        ("response, answer", set()),
+        ("*args", set()),
+        ("completions, ground_truth=None, **fields", set()),
+        ("response, answer, difficulty, topic='', *, level", {"difficulty", "level"}),
+    ],
+)
+def test_a_users_function_says_which_fields_it_needs(tmp_path: Path, signature: str, fields: set[str]) -> None:
+    (tmp_path / "mine.py").write_text(f"def f({signature}): return 1.0")
+    assert build(f"{tmp_path}/mine.py:f").required_fields == fields
+
+
 def test_a_users_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1/0")
     with pytest.raises(RewardError, match="bad.py:f' cannot be imported: ZeroDivisionError"):

@@ -17,7 +17,7 @@ from rlframe.processes.pool import LARGEST_CHUNK
 from rlframe.processes.process import Process
 from rlframe.rewards.config import Per, RewardConfig, RewardTerm
 from rlframe.rewards.runner import RewardRunner, try_start
-from rlframe.utils.errors import ConfigError, RewardError
+from rlframe.utils.errors import ConfigError, RewardError, RlframeError
 from tests.campaigns.rewards import BAD, HANGING, USER_CODE, rollout
 from tests.until import under_a_fair_limit, until, until_state
 
@@ -99,8 +99,10 @@ def test_a_reward_that_never_scores_ends_the_run() -> None:
         one.prompt = replace(one.prompt, answer=None)
     with RewardRunner(RewardConfig(parts={"right": RewardTerm(name="exact_match")})) as runner:
         runner.score(rollouts)
-        with pytest.raises(RewardError, match="reward.parts.right has failed on each of the first 64 .* no answer"):
+        with pytest.raises(RlframeError, match="has failed on each of the first 64 .* no answer") as caught:
             runner.score(rollouts)
+    assert str(caught.value).startswith("reward.parts.right ")
+    assert not isinstance(caught.value, ValueError), "the program would end with the exit code of what never began"
 
 
 def test_a_reward_that_has_scored_may_fail_for_a_while(user_file: str) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlframe.types.batch import Axis, Batch, Sequences, TrainBatch
 from rlframe.types.supervised import Contrasted, Examples, Labelled, Preferences, Unpaired
+from rlframe.utils.errors import RlframeError
 
 AXES = {Axis.TOKEN: "T", Axis.SEQUENCE: "R"}
 
@@ -103,6 +104,22 @@ def test_with_advantages_keeps_everything_else() -> None:
     batch = Batch(**{field.name: getattr(train, field.name) for field in fields(Batch)})
     again = batch.with_advantages(train.advantages)
     assert all(getattr(again, field.name) is getattr(train, field.name) for field in fields(train))
+
+
+@pytest.mark.parametrize(
+    ("advantages", "got"),
+    [
+        (torch.zeros(5), r"of shape \[6\], one for each token of the batch, got \[5\] of torch.float32"),
+        (torch.zeros(6, 1), r"got \[6, 1\] of torch.float32"),
+        (torch.zeros(6, dtype=torch.int64), r"must be floating-point numbers .* got \[6\] of torch.int64"),
+        (torch.tensor([0.0, float("nan"), 0.0, float("inf"), 0.0, 0.0]), "must be finite, got 2 that are not"),
+    ],
+)
+def test_what_is_no_number_for_each_token_is_no_advantage(advantages: torch.Tensor, got: str) -> None:
+    train = example()
+    batch = Batch(**{field.name: getattr(train, field.name) for field in fields(Batch)})
+    with pytest.raises(RlframeError, match=got):
+        batch.with_advantages(advantages)
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

@@ -22,8 +22,10 @@ def faults(run: RunConfig) -> Iterator[Fault]:
     accelerator = devices_of(run)
     if run.cluster.preflight is Preflight.OFF or accelerator is None:
         return
+    from rlframe.run.check import faults_of_settings  # noqa: PLC0415 - the package imports this file
+
     try:
-        found = plan(run, algorithm_of(run), accelerator)
+        found = plan(run, algorithm_of(run), accelerator, rules=faults_of_settings)
         if not faults_of(found):
             yield from (device_faults if found.cuda else host_faults)(found)
             yield from copy_faults(found)

@@ -1,9 +1,10 @@
 """Rules about rewards. See the package."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from rlframe.attempts.rendering.config import History
+from rlframe.data.text.conversations import Conversation
 from rlframe.environments.base import answers, asks
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models import hub, inspection, shards
@@ -12,12 +13,14 @@ from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.rewards.base import is_users, part_faults
 from rlframe.rewards.runner import try_start
-from rlframe.run.check.context import longest_rollout, online, response_limits
+from rlframe.run.check.context import algorithm_of, longest_rollout, online, response_limits
+from rlframe.run.check.data import read_all
 from rlframe.run.check.roles import vocabulary
 from rlframe.run.config import RunConfig
 from rlframe.utils import registry
-from rlframe.utils.errors import CheckpointError, ConfigError, RewardError
+from rlframe.utils.errors import CheckpointError, ConfigError, DataError, RewardError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 
 MODEL = "reward.model.path"
 REWARDS = "rlframe.rewards"
@@ -32,11 +35,34 @@ def faults(run: RunConfig) -> Iterator[Fault]:
         yield from wrong
         if is_users(part) and not wrong:
             users[name] = part
+    needed: dict[str, list[str]] = {}
     for name, part in users.items():
         try:
-            try_start(replace(run.reward, parts={name: part}))
+            needed |= try_start(replace(run.reward, parts={name: part}))
         except RewardError as error:
             yield Fault(f"reward.parts.{name}.name", said=error)
+    if any(needed.values()):
+        yield from _field_faults(run, needed)
+
+
+def _field_faults(run: RunConfig, needed: Mapping[str, Sequence[str]]) -> Iterator[Fault]:
+    """Rejects functions with parameters that no record of the data fills."""
+    if run.data.streaming or not online(run) or not run.trains(online=True):
+        return
+    try:
+        readings = read_all(run.data, algorithm_of(run), seed=run.seed)
+    except (ConfigError, DataError):
+        # Reported by the topic of the data.
+        return
+    known = {field for one in readings if isinstance(one, Conversation) for field in one.record.fields}
+    for name, fields in needed.items():
+        for field in (each for each in fields if known and each not in known):
+            yield Fault(
+                f"reward.parts.{name}.name",
+                "must be a function whose parameters after the answer are fields of the records, or have defaults",
+                got=f"{field}, which no record of {run.data.what} has",
+                hint=did_you_mean(field, sorted(known)) or f"they have {', '.join(sorted(known)):.200}",
+            )
 
 
 def needing_answers(run: RunConfig) -> list[str]:
@@ -51,11 +77,7 @@ def model_faults(run: RunConfig) -> Iterator[Fault]:
     """Rejects a reward model that cannot score the policy's rollouts."""
     if run.reward.model is None:
         return
-    try:
-        parallel = Parallel.parse(run.reward.model.parallel)
-    except ValueError as error:
-        yield Fault("reward.model.parallel", "is wrong", why=f"{error}")
-        return
+    parallel = Parallel.parse(run.reward.model.parallel)
     model = ModelConfig(path=run.reward.model.path, revision=run.reward.model.revision)
     try:
         folder, policy = hub.resolve(model, key=MODEL), hub.resolve(run.model)

@@ -51,6 +51,12 @@ def test_joined_documents_are_cut_into_whole_budgets(tmp_path: Path, tokenizer: 
     assert everything(stream, tokenizer) == [["a[b][c][d][e]"]] and stream.dropped == {"single token at an end": 1}
 
 
+def test_documents_are_cut_to_the_models_positions(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = config_of(tmp_path, [{"text": "abcd"}])
+    stream = TextSource(config, tokenizer=tokenizer, seed=0, max_tokens=100, max_positions=3)
+    assert everything(stream, tokenizer) == [["a[b][c]"], ["d[<end>]"]] and not stream.dropped
+
+
 def test_separate_documents_keep_to_themselves(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     config = config_of(tmp_path, [{"text": "abcdefg"}, {"text": "h"}], text_layout=TextLayout.SEPARATE)
     stream = stream_of(TextSource, config, tokenizer, 5)

@@ -165,6 +165,22 @@ def test_pairs_that_say_nothing_or_are_too_long_are_dropped_and_counted(
         stream_of(tmp_path, tokenizer, rows, max_tokens=13)
 
 
+def test_each_text_of_a_pair_must_fit_the_models_positions(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": "q", "chosen": "y", "rejected": "n"}, {"prompt": "q", "chosen": "y", "rejected": "nn"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    config = DataConfig(path=path, evaluation_count=0, cache_folder=str(tmp_path / "cache"))
+
+    def stream(positions: int) -> PreferenceSource:
+        return PreferenceSource(config, tokenizer=tokenizer, seed=0, max_tokens=100, max_positions=positions)
+
+    # 7 + 7 and 7 + 8 tokens. The second stream must not get the items of the first from the cache.
+    assert len(stream(8)) == 2
+    found = stream(7)
+    assert len(found) == 1 and found.dropped == {"pair has more tokens than the model has positions": 1}
+    with pytest.raises(DataError, match="within the model's 6 positions .*found none; the shortest has 14"):
+        stream(6)
+
+
 def test_the_pairs_of_a_ranking_are_dealt_once_each_and_held_out_together(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

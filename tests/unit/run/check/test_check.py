@@ -353,6 +353,46 @@ def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp
     assert faults(model, f"checkpoint.start_from={start}") == []
 
 
+def test_a_users_reward_must_not_need_a_field_that_no_record_has(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(response, answer, promt): return 1.0\n")
+    (fault,) = faults(model, f"reward.parts.mine.name={file}:f")
+    assert fault.startswith("reward.parts.mine.name must be a function whose parameters after the answer are fields")
+    assert ", got promt, which no record of " in fault and fault.endswith("; did you mean prompt?")
+
+
+def test_a_resumed_run_needs_what_it_started_from_for_its_reference_only(model: str, tmp_path: Path) -> None:
+    gone = [f"output={tmp_path / 'run'}", f"checkpoint.start_from={tmp_path / 'gone'}"]
+    (tmp_path / "run/checkpoints/step-00000100").mkdir(parents=True)
+    assert faults(model, *gone) == []
+    (fault,) = faults(model, *gone, "algorithm.kl_coefficient=0.1")
+    assert fault.startswith("checkpoint.start_from must be the folder")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["checkpoint.best_metric=evaluation/a/reward_mean"], "must be of a set of evaluation.sets, of which there is"),
+        (
+            ["checkpoint.best_metric=evaluation/hart/pass_at_4", "+evaluation.sets.hard.path=arithmetic"],
+            "must be of a set of evaluation.sets, hard, got evaluation/hart/pass_at_4; did you mean hard?",
+        ),
+        (
+            ["checkpoint.best_metric=evaluation/reward_mean", "data.evaluation_count=0", "evaluation.every_steps=0"],
+            "is not measured where nothing is held out",
+        ),
+        (["checkpoint.best_metric=evaluation/hard/pass_at_4", "+evaluation.sets.hard.path=arithmetic"], ""),
+        (["checkpoint.best_metric=evaluation/reward_mean/arithmetic"], ""),
+        (["checkpoint.best_metric=train/loss", "data.evaluation_count=0", "evaluation.every_steps=0"], ""),
+    ],
+)
+def test_checkpoints_are_chosen_by_a_metric_of_an_evaluation_that_there_is(
+    model: str, overrides: list[str], why: str
+) -> None:
+    found = faults(model, "checkpoint.keep_best=1", *overrides)
+    assert len(found) == bool(why) and all(fault.startswith(f"checkpoint.best_metric {why}") for fault in found), found
+
+
 @pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "cpo", "kto"])
 def test_the_preference_jobs_have_no_fault(model: str, name: str) -> None:
     config = f"{name}_qwen3_moe_tiny" if name == "kto" else "dpo_qwen3_moe_tiny"

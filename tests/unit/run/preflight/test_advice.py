@@ -5,16 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.run.check import checked
+from rlframe.run.check import checked, faults_of_settings
 from rlframe.run.check.context import algorithm_of
 from rlframe.run.check.machines import memory
 from rlframe.run.load import load
-from rlframe.run.preflight.advice import advise
+from rlframe.run.preflight.advice import advise, singles
 from rlframe.run.preflight.explain import explained
 from rlframe.run.preflight.layouts import best
 from rlframe.run.preflight.parts import Phase
 from rlframe.run.preflight.plan import plan
 from rlframe.utils.errors import ConfigError, OutOfMemory
+from rlframe.utils.faults import shown
 from tests.unit.run.preflight.models import CUDA, MOE, QWEN3_4B, folder, planned
 
 GIANT = MOE | {"hidden_size": 2048 * 64}
@@ -37,6 +38,25 @@ def test_what_cannot_fit_is_refused_with_changes_that_make_it_fit(tmp_path: Path
     assert all(each.fits and each.plan.fits for each in advice)
     for each in advice:
         assert each.frees == pytest.approx(found.worst.peak_bytes - each.plan.worst.peak_bytes)
+
+
+def test_advice_names_every_setting_that_it_changes_and_breaks_no_rule(tmp_path: Path) -> None:
+    aware = ("train.optimizer.precision_aware=true", "train.recompute=selective")
+    modules = ("train.recompute_options.modules=[core_attn]", "evaluation.max_tokens=7000")
+    settings = (*aware, *modules, "rollout.max_model_len=null", "train.max_tokens_per_microbatch=10000")
+    found = planned(tmp_path / "a", QWEN3_4B, *settings)
+    assert faults_of_settings(found.run) == []
+    known = replace(found, rules=faults_of_settings)
+    # Micro-batches of half as many tokens would not hold an evaluation's longest response.
+    shorter = [str(each) for each in singles(found) if "train.max_tokens_per_microbatch" in str(each)]
+    assert shorter and not any("train.max_tokens_per_microbatch" in str(each) for each in singles(known))
+    texts = [str(each) for each in singles(known)]
+    of_recompute = [text for text in texts if "train.recompute=full" in text]
+    assert of_recompute and all("recompute_options.modules=[] (from ['core_attn'])" in text for text in of_recompute)
+    for each in singles(known):
+        overrides = [f"{change.key}={shown(change.new)}" for change in each.changes]
+        path = f"model.path={found.run.model.path}"
+        assert faults_of_settings(load("grpo_qwen3_moe", [*CUDA, path, *settings, *overrides])) == []
 
 
 def test_changes_are_combined_where_none_is_enough(tmp_path: Path) -> None:

@@ -152,6 +152,11 @@ def test_main_weights_and_moments_that_wait_in_host_memory_leave_the_device(tmp_
     transient = sum(part.bytes for part in stays.trainer.process().work[Phase.TRAIN])
     assert freed == pytest.approx(16 * 4_022_468_096 + transient)
     assert sleeps.host_bytes - stays.host_bytes == 12 * 4_022_468_096
+    critic = planned(
+        tmp_path / "a", QWEN3_4B, *overrides, "train.offload_optimizer=true", "algorithm=ppo", "algorithm.group_size=1"
+    )
+    # The critic's head has one output in the place of none: the embeddings are tied.
+    assert critic.host_bytes == 12 * (2 * 4_022_468_096 + 2560)
     releases = planned(tmp_path / "a", QWEN3_4B, *overrides, "train.release_memory=true")
     freed = stays.devices[0].bytes_at(Phase.GENERATION) - releases.devices[0].bytes_at(Phase.GENERATION)
     assert freed == pytest.approx(4 * 4_022_468_096 + transient) and releases.host_bytes == stays.host_bytes

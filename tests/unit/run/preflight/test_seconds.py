@@ -101,6 +101,21 @@ def test_an_engine_keeps_keys_and_values_of_every_fourth_layer_of_qwen3_next(tmp
     assert engine.token_bytes == 12 * 2 * 2 * 256 * 2 + engine.state_bytes / engine.sequence_tokens
 
 
+def test_engines_that_only_evaluate_do_not_sample(tmp_path: Path) -> None:
+    apart = (
+        "cluster.colocate=false",
+        "loop.max_policy_lag=1",
+        "train.offload_optimizer=false",
+        "rollout.num_engines=4",
+    )
+    all_sample = planned(tmp_path / "a", QWEN3_4B, *apart)
+    one_samples = planned(tmp_path / "a", QWEN3_4B, *apart, "evaluation.num_engines=3")
+    assert all_sample.engine and one_samples.engine
+    assert one_samples.engine.sequences == 4 * all_sample.engine.sequences == 512
+    assert one_samples.step_seconds["generation"] > 2 * all_sample.step_seconds["generation"]
+    assert one_samples.num_devices == all_sample.num_devices
+
+
 def test_micro_batches_are_whole_sequences_and_a_pipeline_waits_for_its_stages(tmp_path: Path) -> None:
     found = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d2p2", "train.max_tokens_per_microbatch=16384")
     # 64 prompts * 8 sequences of 5,120 tokens: 256 on each rank, 3 a micro-batch.

@@ -56,8 +56,8 @@ def test_a_layout_must_divide_it(model: Path) -> None:
     found = faults(f"reward.model.path={model}", "reward.model.parallel=t3")
     assert found and all(fault.startswith("reward.model.parallel") for fault in found)
     assert all(fault.endswith(f"(of the reward model {model})") for fault in found)
-    (fault,) = faults(f"reward.model.path={model}", "reward.model.parallel=x2")
-    assert fault.startswith("reward.model.parallel is wrong: 'x2'")
+    with pytest.raises(ConfigError, match=r"reward\.model\.parallel is wrong: 't2x'"):
+        load("grpo_qwen3_moe", [f"reward.model.path={model}", "reward.model.parallel=t2x"])
 
 
 def test_attempts_of_several_turns_must_fit_its_positions_and_be_one_sequence(model: Path) -> None:

@@ -12,7 +12,7 @@ from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.throughput import Throughput
 from rlframe.loops.saving.background import choose
-from rlframe.loops.saving.checkpoints import Checkpoints, RunState, Stage, score
+from rlframe.loops.saving.checkpoints import Checkpoints, RunState, Stage, require_measured
 from rlframe.loops.schedule import Schedule
 from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
 
@@ -131,6 +131,7 @@ class Loop(ABC):
             self.phase.sleep_others(model)
             return model.save(folder, copy=choice.background, read_back=config.read_back if config.verify else 0.0)
 
+        measured, known = self.metrics.measured(step)
         state = RunState(
             step=step,
             num_optimizer_steps=self.policy.num_optimizer_steps,
@@ -138,7 +139,7 @@ class Loop(ABC):
             data=self.source.state(),
             results=self.results,
             algorithm=self.algorithm_state(),
-            score=score(config, *self.metrics.measured(step)),
+            score=measured.get(config.best_metric) if config.best_metric else None,
         )
         auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()} | self.in_flight(step)
         with self.phase("checkpoint"):
@@ -147,3 +148,4 @@ class Loop(ABC):
             )
         self.phase.next_step()
         self.metrics.callbacks.on_checkpoint(step, folder)
+        require_measured(config, known)

@@ -19,6 +19,12 @@ class Stopped(KeyboardInterrupt):
         self.code = code
 
 
+def failure(error: BaseException | None) -> BaseException | None:
+    """Returns the error that ended a run. None if it ended well, be it before its last step because a callback wanted
+    it."""
+    return None if isinstance(error, Stopped) and error.code == 0 else error
+
+
 class Stop:
     """A request to end the run, and its outcome. Without `listen` no signal can request it."""
 

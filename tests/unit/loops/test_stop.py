@@ -15,7 +15,7 @@ from rlframe.loops.config import CheckpointConfig
 from rlframe.loops.saving.checkpoints import Checkpoints, RunState
 from rlframe.loops.saving.manifest import claim_owner
 from rlframe.loops.schedule import Event, Schedule
-from rlframe.loops.stop import Stop, Stopped
+from rlframe.loops.stop import Stop, Stopped, failure
 from tests.until import PATIENCE_S
 
 pytestmark = pytest.mark.later
@@ -94,7 +94,7 @@ def test_another_thread_can_make_the_step_the_last() -> None:
                 thread = threading.Thread(target=stop.ask, args=("gcs_server (pid 7) died",))
                 thread.start()
                 thread.join()
-    assert (step, settled, stop.code) == (3, [True], 1)
+    assert (step, settled, stop.code, stop.signalled) == (3, [True], 1, False)
     assert stop.sentence == "gcs_server (pid 7) died: saved after step 3 of 9; the same command resumes from there"
 
 
@@ -158,7 +158,7 @@ def test_a_save_that_is_due_may_take_longer_than_the_step(
 
     checkpoints, stop, _ = saved_run(tmp_path, patience_s=0.1, steps=steps, write=write, background=background)
     assert stop.sentence == f"stopped by SIGTERM: saved after step 1 of {steps}; the same command resumes from there"
-    assert newest(checkpoints) == "step-00000001" and stop.code == 143
+    assert newest(checkpoints) == "step-00000001" and stop.code == 143 and stop.signalled
     assert "SIGTERM: step 1 is being saved, and the run then ends; a second signal" in capfd.readouterr().err
 
 
@@ -191,3 +191,9 @@ def test_the_second_signal_does_not_wait_for_a_checkpoint(tmp_path: Path, handle
     assert "then SIGTERM: ended at once" in stop.sentence and newest(checkpoints) == ""
     released.set()
     checkpoints.abandon()
+
+
+def test_a_run_that_a_callback_stops_has_not_failed() -> None:
+    by_signal, error = Stopped("stopped by SIGTERM", 143), LookupError()
+    assert failure(None) is None and failure(Stopped("good enough: saved after step 2 of 9", 0)) is None
+    assert failure(by_signal) is by_signal and failure(error) is error

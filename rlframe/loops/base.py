@@ -90,7 +90,8 @@ class Loop(ABC):
         """Sets the coefficients that the algorithm has adapted."""
 
     def in_flight(self, step: int) -> dict[str, Stage]:  # noqa: ARG002 - most loops have nothing under way
-        """Returns what else a checkpoint after `step` holds, by the name of its folder."""
+        """Returns what else a checkpoint after `step` holds, by the name of its folder. May move the position of the
+        source."""
         return {}
 
     def go_on(self, checkpoint: Path) -> None:  # noqa: B027 - as in_flight
@@ -123,6 +124,7 @@ class Loop(ABC):
             # The one before may still be in the memory that this one needs.
             self.checkpoints.finish()
             choice = choose(config.copies, self.trained)
+            in_flight = self.in_flight(step)
         if choice.background != self.background:
             self.background = choice.background
             self.metrics.print_line(choice.said)
@@ -141,7 +143,7 @@ class Loop(ABC):
             algorithm=self.algorithm_state(),
             score=measured.get(config.best_metric) if config.best_metric else None,
         )
-        auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()} | self.in_flight(step)
+        auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()} | in_flight
         with self.phase("checkpoint"):
             folder = self.checkpoints.save(
                 state, partial(stage, self.policy), auxiliary=auxiliary, background=choice.background

@@ -90,6 +90,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.output.startswith("~/"):
+            self.output = str(Path(self.output).expanduser())
 
     @property
     def folder(self) -> Path:

@@ -45,9 +45,9 @@ class Evaluated:
         """Returns metrics of the attempts, without a prefix.
 
         `reward_mean` is the mean over prompts of the mean over a prompt's scored attempts: avg@n with n samples per
-        prompt. So are those of the parts. With several samples per prompt there are also `pass_at_K` for some K up to n, over the prompts of
-        which so many attempts were scored; with `answers` also `maj_at_K`: whether the majority's answer of the first K
-        scored attempts is solved. `..._error` is the standard error.
+        prompt. So are those of the parts. With several samples per prompt there are also `pass_at_K` for some K up to
+        n, over the prompts of which so many attempts were scored; with `answers` also `maj_at_K`: whether the
+        majority's answer of the first K scored attempts is solved. `..._error` is the standard error.
         """
         rewards = [rewards_of(group) for group in self.groups]
         rollouts = members(self.groups)

@@ -173,10 +173,12 @@ def launch(composed: DictConfig) -> Job:
 
                 job.end(run_loop(run, stop, began=job.started, begin=telling.end))
     except KeyboardInterrupt:
-        # A sweep ends with the stopped job.
         telling.end()
         sys.stderr.write(f"{stop.sentence or 'stopped by Ctrl-C'}\n")
-        sys.exit(stop.code or 130)
+        job.end({}, code=stop.code or 130)
+        # A sweep ends with a job that a signal stops, and goes on after one that an alert stops.
+        if stop.signalled or not stop.code or HydraConfig.get().mode is not RunMode.MULTIRUN:
+            sys.exit(job.code)
     except RlframeError as error:
         telling.end()
         tell(error)

@@ -111,7 +111,7 @@ def _rewritten(argument: str, groups: Mapping[str, Sequence[str]]) -> str:
     if _readable(prefix + value):
         return prefix + value
     if value.startswith("[") and value.endswith("]") and not set("[]{}'\"") & set(value[1:-1]):
-        return prefix + "[" + ",".join(quoted(item) for item in value[1:-1].split(",")) + "]"
+        return prefix + "[" + ",".join(quoted(item.strip()) for item in value[1:-1].split(",")) + "]"
     return prefix + quoted(value)
 
 

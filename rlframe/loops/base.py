@@ -12,7 +12,7 @@ from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog
 from rlframe.loops.reporting.throughput import Throughput
 from rlframe.loops.saving.background import choose
-from rlframe.loops.saving.checkpoints import Checkpoints, RunState, Stage, score
+from rlframe.loops.saving.checkpoints import Checkpoints, RunState, Stage, require_measured
 from rlframe.loops.schedule import Schedule
 from rlframe.megatron.driver.policy import ModelGroup, PolicyGroup
 
@@ -90,7 +90,8 @@ class Loop(ABC):
         """Sets the coefficients that the algorithm has adapted."""
 
     def in_flight(self, step: int) -> dict[str, Stage]:  # noqa: ARG002 - most loops have nothing under way
-        """Returns what else a checkpoint after `step` holds, by the name of its folder."""
+        """Returns what else a checkpoint after `step` holds, by the name of its folder. May move the position of the
+        source."""
         return {}
 
     def go_on(self, checkpoint: Path) -> None:  # noqa: B027 - as in_flight
@@ -123,6 +124,7 @@ class Loop(ABC):
             # The one before may still be in the memory that this one needs.
             self.checkpoints.finish()
             choice = choose(config.copies, self.trained)
+            in_flight = self.in_flight(step)
         if choice.background != self.background:
             self.background = choice.background
             self.metrics.print_line(choice.said)
@@ -131,6 +133,7 @@ class Loop(ABC):
             self.phase.sleep_others(model)
             return model.save(folder, copy=choice.background, read_back=config.read_back if config.verify else 0.0)
 
+        measured, known = self.metrics.measured(step)
         state = RunState(
             step=step,
             num_optimizer_steps=self.policy.num_optimizer_steps,
@@ -138,12 +141,13 @@ class Loop(ABC):
             data=self.source.state(),
             results=self.results,
             algorithm=self.algorithm_state(),
-            score=score(config, *self.metrics.measured(step)),
+            score=measured.get(config.best_metric) if config.best_metric else None,
         )
-        auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()} | self.in_flight(step)
+        auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()} | in_flight
         with self.phase("checkpoint"):
             folder = self.checkpoints.save(
                 state, partial(stage, self.policy), auxiliary=auxiliary, background=choice.background
             )
         self.phase.next_step()
         self.metrics.callbacks.on_checkpoint(step, folder)
+        require_measured(config, known)

@@ -279,10 +279,10 @@ class OnlineLoop(RolloutLoop):
 
     def in_flight(self, step: int) -> dict[str, Stage]:
         """See Loop."""
-        return {IN_FLIGHT: partial(self._hold, step)} if self.sampler.in_flight else {}
+        return {IN_FLIGHT: partial(self._hold, self.sampler.hold(step))} if self.sampler.in_flight else {}
 
-    def _hold(self, step: int, folder: Path) -> Callable[[], dict[str, float]]:
-        self.sampler.hold(folder, step)
+    def _hold(self, write: Callable[[Path], None], folder: Path) -> Callable[[], dict[str, float]]:
+        write(folder)
         if self.evaluation:
             self.evaluation.hold(folder)
         return dict

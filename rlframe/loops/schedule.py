@@ -1,7 +1,7 @@
 """The schedule of a loop: its steps, and the events after each of them."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -52,19 +52,26 @@ class Schedule:
             Stopped: the run was requested to end, and has saved if it had to.
         """
         self.begin()
-        for number in self.stop.steps(done_steps + 1, self.last_step, settle=self.checkpoints.finish):
-            # The ranks have the cores: what the driver computes in a step is small.
-            with self.profiled(number), one_thread():
-                step(number)
-            self.prove(number)
-            self.checkpoints.check()
-            for event in Event:
-                if event in after and self.is_due(event, number):
-                    after[event](number)
-        self.checkpoints.finish()
+        steps = self.stop.steps(done_steps + 1, self.last_step, settle=self.checkpoints.finish)
+        try:
+            with closing(steps):
+                for number in steps:
+                    # The ranks have the cores: what the driver computes in a step is small.
+                    with self.profiled(number), one_thread():
+                        step(number)
+                    self.prove(number)
+                    self.checkpoints.check()
+                    for event in Event:
+                        if event in after and self.is_due(event, number):
+                            after[event](number)
+        except BaseException:
+            # What failed does not concern the checkpoint before it.
+            if not self.stop.at_once:
+                self.checkpoints.abandon()
+            raise
 
     def is_due(self, event: Event, step: int) -> bool:
         """Returns whether `event` follows `step`. A checkpoint also follows a step that is made the last one."""
-        asked = event is Event.CHECKPOINT and self.stop.wants_save(step)
         every = self.every.get(event, 0)
-        return asked or (event in AT_THE_END and step == self.last_step) or (every > 0 and step % every == 0)
+        due = (event in AT_THE_END and step == self.last_step) or (every > 0 and step % every == 0)
+        return self.stop.begins_save(step, due=due) if event is Event.CHECKPOINT else due

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
@@ -17,6 +17,12 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, sentence: str, code: int):
         super().__init__(sentence)
         self.code = code
+
+
+def failure(error: BaseException | None) -> BaseException | None:
+    """Returns the error that ended a run. None if it ended well, be it before its last step because a callback wanted
+    it."""
+    return None if isinstance(error, Stopped) and error.code == 0 else error
 
 
 class Stop:
@@ -38,8 +44,15 @@ class Stop:
         self._asked_by = ""
         self._saves = True
         self._step: int | None = None
+        self._in_time = False
+        """Whether the step has ended, so that the rest may take any time."""
         self._saved: int | None = None
+        """Number of the newest step whose save has begun."""
         self._raised = False
+        self.signalled = False
+        """Whether a signal has requested the end."""
+        self.at_once = False
+        """Whether a second signal has ended the run, so that nothing waits any more."""
 
     def listen(self) -> None:
         """Handles the signals from here on."""
@@ -58,43 +71,49 @@ class Stop:
         if not self._asked_by:
             self.code, self._asked_by, self._saves = code, reason, saves
 
-    def steps(self, first: int, last: int, *, settle: Callable[[], None]) -> Iterator[int]:
+    def steps(self, first: int, last: int, *, settle: Callable[[], None]) -> Generator[int, None, None]:
         """Yields the steps to run. After a signal the present step is the last.
 
         Args:
-            settle: waits until all saved files are on the disk.
+            settle: waits until all saved files are on the disk. It may take any time.
 
         Raises:
-            Stopped: the run was requested to end, and has saved if `wants_save` returned True.
+            Stopped: the run was requested to end, and has saved if `begins_save` returned True.
         """
         try:
             for step in range(first, last + 1):
                 self.still_ours()
-                self._step = step
+                self._step, self._in_time = step, False
                 yield step
-                if self._asked_by:
+                if self._asked_by or step == last:
+                    self._end_step()
                     settle()
-                    done, after = ("saved", AGAIN) if self._saves else ("ended", AGAIN_FROM_LAST)
+                if self._asked_by:
+                    done, after = ("saved", AGAIN) if self._saved == step else ("ended", AGAIN_FROM_LAST)
                     self._end(f"{self._asked_by}: {done} after step {step} of {last}; {after}")
         finally:
             self._step = None
             _set_alarm(0)
 
-    def wants_save(self, step: int) -> bool:
-        """Returns whether a request has made `step` the last one, and wants it saved. The step has then ended in time,
-        and saving may take any time."""
-        if not self._asked_by:
-            return False
+    def begins_save(self, step: int, *, due: bool) -> bool:
+        """Returns whether `step` is saved now: because it is due, or because a request that wants it saved has made it
+        the last one. The step has then ended in time, and saving may take any time."""
+        if due or (self._asked_by and self._saves):
+            self._end_step()
+            self._saved = step
+        return self._saved == step
+
+    def _end_step(self) -> None:
+        self._in_time = True
         _set_alarm(0)
-        self._saved = step
-        return self._saves
 
     def _signalled(self, number: int, _: Any) -> None:
         name = NAMES[signal.Signals(number)]
-        self.code = self.code or 128 + number
+        self.code, self.signalled = self.code or 128 + number, True
         if self._raised:
             os._exit(self.code)
         if self._asked_by:
+            self.at_once = True
             self._end(
                 f"{self._asked_by}, then {name}: ended at once; the same command resumes from the last checkpoint"
             )
@@ -103,16 +122,18 @@ class Stop:
             self._end(f"{self._asked_by} {self.outside_steps}")
         if self.patience_s <= 0:
             self._late()
-        text = (
-            f"\n{name}: step {self._step} may take another checkpoint.on_signal_s={self.patience_s:g} s "
-            "and is then saved; a second signal ends the run at once\n"
+        what = (
+            "is being saved, and the run then ends"
+            if self._in_time
+            else f"may take another checkpoint.on_signal_s={self.patience_s:g} s and is then saved"
         )
         # Not through sys.stderr, which the signal may have interrupted in the middle of a write.
-        os.write(2, text.encode())
-        _set_alarm(self.patience_s)
+        os.write(2, f"\n{name}: step {self._step} {what}; a second signal ends the run at once\n".encode())
+        if not self._in_time:
+            _set_alarm(self.patience_s)
 
     def _late(self, *_: Any) -> None:
-        if self._step is not None and self._saved is None:
+        if self._step is not None and not self._in_time:
             self._end(
                 f"{self._asked_by}: step {self._step} was not finished within "
                 f"checkpoint.on_signal_s={self.patience_s:g} s and is lost; the same command resumes "

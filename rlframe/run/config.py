@@ -92,6 +92,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.output.startswith("~/"):
+            self.output = str(Path(self.output).expanduser())
         if self.reward.model:
             # Rewards know nothing of layouts.
             try:

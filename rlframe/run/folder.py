@@ -13,7 +13,7 @@ import yaml
 
 from rlframe.data.text.template import day_read
 from rlframe.loops.report.files import read_yaml
-from rlframe.loops.saving.manifest import claim_owner, named_checkpoints
+from rlframe.loops.saving.manifest import claim_owner, named_checkpoints, step_of
 from rlframe.megatron.config.optimizer import Schedule
 from rlframe.models import tokenizer
 from rlframe.models.hub import resolve
@@ -33,6 +33,7 @@ FREE_ON_RESUME = (
     "output",
     "steps",
     "logging",
+    "alerts",
     "profile",
     "cluster",
     "data.cache_folder",
@@ -47,6 +48,7 @@ FREE_ON_RESUME = (
             "every_steps",
             "keep_last",
             "keep_best",
+            "best_metric",
             "best_mode",
             "asynchronous",
             "verify",
@@ -138,8 +140,12 @@ def _refuse_another_run(file: Path, plain: dict[str, Any]) -> None:
         raise ConfigError(
             [*faults, Fault("output", "must be a separate folder for each configuration", why="set output=ANOTHER")]
         )
-    if any(named_checkpoints(file.parent / "checkpoints")) and (bent := list(_bent(file, there, here))):
-        raise ConfigError(bent)
+    if done := [step_of(each) for each in named_checkpoints(file.parent / "checkpoints")]:
+        if here["steps"] < max(done):
+            why = f"{file.parent / 'checkpoints'} has that step"
+            raise ConfigError([Fault("steps", f"must be at least {max(done)}", got=here["steps"], why=why)])
+        if bent := list(_bent(file, there, here)):
+            raise ConfigError(bent)
 
 
 def _decays() -> list[str]:

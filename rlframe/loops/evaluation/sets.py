@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlframe.loops.config import HELD_OUT
-from rlframe.loops.reporting.metrics import environment_metrics, mean_of, part_means
+from rlframe.loops.reporting.metrics import environment_metrics, mean_of, means_by_name, part_means
 from rlframe.ops.statistics.majority import elected
 from rlframe.ops.statistics.pass_at_k import pass_at_k, sizes_up_to, standard_error
 from rlframe.types.prompt import Prompt
@@ -45,15 +45,16 @@ class Evaluated:
         """Returns metrics of the attempts, without a prefix.
 
         `reward_mean` is the mean over prompts of the mean over a prompt's scored attempts: avg@n with n samples per
-        prompt. With several samples per prompt there are also `pass_at_K` for some K up to n, over the prompts of
-        which so many attempts were scored; with `answers` also `maj_at_K`: whether the majority's answer of the first K
-        scored attempts is solved. `..._error` is the standard error.
+        prompt. So are those of the parts. With several samples per prompt there are also `pass_at_K` for some K up to
+        n, over the prompts of which so many attempts were scored; with `answers` also `maj_at_K`: whether the
+        majority's answer of the first K scored attempts is solved. `..._error` is the standard error.
         """
         rewards = [rewards_of(group) for group in self.groups]
         rollouts = members(self.groups)
         attempts = attempts_in(rollouts)
         means = [mean_of(own) for own in rewards if own]
-        metrics = {f"{name}_mean": value for name, value in part_means(attempts).items()}
+        parts = [part_means(by_attempt(group.rollouts)) for group in self.groups]
+        metrics = {f"{name}_mean": value for name, value in means_by_name(parts).items()}
         metrics |= {"reward_mean": mean_of(means), "reward_error": standard_error(means)}
         if self.set.samples_per_prompt > 1:
             for k in sizes_up_to(self.set.samples_per_prompt):

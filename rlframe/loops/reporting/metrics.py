@@ -331,9 +331,13 @@ def scored(attempts: Iterable[Sequence[Rollout]]) -> list[float]:
 
 def part_means(attempts: Iterable[Sequence[Rollout]]) -> dict[str, float]:
     """Returns the mean of each part over the attempts that it scored."""
-    parts = [sequences[-1].reward_parts for sequences in attempts]
-    names = dict.fromkeys(chain.from_iterable(parts))
-    return {name: mean_of([own[name] for own in parts if name in own]) for name in names}
+    return means_by_name([sequences[-1].reward_parts for sequences in attempts])
+
+
+def means_by_name(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each name over the mappings that have it."""
+    names = dict.fromkeys(chain.from_iterable(numbers))
+    return {name: mean_of([own[name] for own in numbers if name in own]) for name in names}
 
 
 def mean_of(values: Sequence[float]) -> float:

@@ -83,10 +83,13 @@ def outcome(results: dict[str, float]) -> str:
     if "held_out_items" in results:
         return held_out(results)
     measured = compared(results)
-    means = {key: said for key, said in measured.items() if key.partition("/")[0].endswith("_mean")}
-    changes = ", ".join(f"{key.replace('_mean', '', 1)} {said}" for key, said in means.items())
-    sets = {key: said for key, said in measured.items() if key not in means and key.endswith("/reward_mean")}
-    sentences = [f"{key.removesuffix('/reward_mean')}: reward {said}." for key, said in sets.items()]
+    sets = {key.removesuffix("/reward_mean"): said for key, said in measured.items() if key.endswith("/reward_mean")}
+    changes = ", ".join(
+        f"{key.replace('_mean', '', 1)} {said}"
+        for key, said in measured.items()
+        if (first := key.partition("/")[0]).endswith("_mean") and first not in sets
+    )
+    sentences = [f"{name}: reward {said}." for name, said in sets.items()]
     if changes:
         sentences = [f"Greedy answers to {results['held_out_prompts']:.0f} held-out prompts: {changes}.", *sentences]
     return " ".join(sentences) or "There were no held-out prompts."

@@ -1,7 +1,7 @@
 """BufferedSampler: takes the groups of a step from a buffer, which attempts fill."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -77,6 +77,8 @@ class BufferedSampler(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._counts = Counts()
+        self._next = Counts()
+        """Numbers of what was judged for a checkpoint, which belong to the next step."""
         self._ended: dict[int, Ended] = {}
         """Groups that were received and not judged yet, by ordinal."""
         self._lags: list[int] = []
@@ -101,7 +103,7 @@ class BufferedSampler(Sampler):
         Raises:
             RlframeError: too few groups for an optimizer step, after all rounds.
         """
-        self._counts, version = Counts(), step - 1
+        self._counts, self._next, version = self._next, Counts(), step - 1
         while True:
             with self.phase("rollout", on=self.attempts.rollout):
                 self.attempts.resume()
@@ -142,12 +144,14 @@ class BufferedSampler(Sampler):
         super().reset()
         if self.buffer.open:
             self.attempts.cancel()
+        self._next = Counts()
         self._ended.clear()
         self._begun_s.clear()
         self.buffer.clear()
 
-    def hold(self, folder: Path, step: int) -> None:
+    def hold(self, step: int) -> Callable[[Path], None]:
         """See Sampler."""
+        self._counts = self._next
         with self.attempts.interrupted() as (tasks, ended):
             self._receive(ended)
             self._judge()
@@ -165,8 +169,12 @@ class BufferedSampler(Sampler):
                 groups.append(task.group)
                 progress = [asdict(each) for each in task.progress]
             described.append({**lease.description(), "progress": progress, "lost": lost})
-        write_sealed(folder / LEASES, {"leases": described})
-        write_groups(folder / GROUPS, groups)
+
+        def write(folder: Path) -> None:
+            write_sealed(folder / LEASES, {"leases": described})
+            write_groups(folder / GROUPS, groups)
+
+        return write
 
     def go_on(self, folder: Path) -> None:
         """See Sampler."""

@@ -1,6 +1,6 @@
 """Sources of a step's groups other than engines alone: recorded on the way, or read from a recording."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,9 @@ class RecordingSampler:
         """See GroupSource."""
         return self.sampler.in_flight
 
-    def hold(self, folder: Path, step: int) -> None:
+    def hold(self, step: int) -> Callable[[Path], None]:
         """See GroupSource."""
-        self.sampler.hold(folder, step)
+        return self.sampler.hold(step)
 
     def go_on(self, folder: Path) -> None:
         """See GroupSource."""
@@ -88,8 +88,9 @@ class ReplaySampler:
         """Returns False."""
         return False
 
-    def hold(self, folder: Path, step: int) -> None:
-        """Does nothing: nothing is under way."""
+    def hold(self, step: int) -> Callable[[Path], None]:
+        """Returns what does nothing: nothing is under way."""
+        return lambda _: None
 
     def go_on(self, folder: Path) -> None:
         """Does nothing: nothing is under way."""

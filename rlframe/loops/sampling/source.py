@@ -1,5 +1,6 @@
 """The interface of what gives a loop the groups that it trains on."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -26,8 +27,8 @@ class GroupSource(Protocol):
         """Returns whether attempts are under way between steps."""
         ...
 
-    def hold(self, folder: Path, step: int) -> None:
-        """Writes to `folder` what is under way after `step`."""
+    def hold(self, step: int) -> Callable[[Path], None]:
+        """Returns what writes to a folder what is under way after `step`. May move the position of the data."""
         ...
 
     def go_on(self, folder: Path) -> None:

@@ -9,6 +9,7 @@ their name.
 import contextlib
 import json
 import logging
+import math
 import pathlib
 import shutil
 import threading
@@ -206,7 +207,12 @@ class Checkpoints:
     def _best(self, own: dict[pathlib.Path, Manifest]) -> list[pathlib.Path]:
         if not self.config.keep_best:
             return []
-        scored = [(manifest.score, manifest.step, path) for path, manifest in own.items() if manifest.score is not None]
+        scored = [
+            (manifest.score, manifest.step, path)
+            for path, manifest in own.items()
+            # NaN is neither above nor below another score.
+            if manifest.score is not None and math.isfinite(manifest.score)
+        ]
         # Of equals the newer one.
         sign = 1 if self.config.best_mode is BestMode.MAX else -1
         scored.sort(key=lambda entry: (sign * entry[0], entry[1]), reverse=True)
@@ -318,25 +324,22 @@ def add(total: dict[str, float], more: Mapping[str, float]) -> None:
         total[key] = total.get(key, 0.0) + value
 
 
-def score(config: CheckpointConfig, measured: dict[str, float], known: set[str]) -> float | None:
-    """Returns the value of `checkpoint.best_metric`, or None if it was not measured at this step.
+def require_measured(config: CheckpointConfig, known: set[str]) -> None:
+    """Refuses a `checkpoint.best_metric` that has never been measured. A checkpoint has been saved.
 
     Args:
-        measured: metrics of this step.
         known: names of all metrics measured so far.
 
     Raises:
         RlframeError: the metric has never been measured.
     """
     name = config.best_metric
-    if name is None:
-        return None
-    if name not in known:
+    if name is not None and name not in known:
         raise RlframeError(
             f"checkpoint.best_metric must be a metric that the run has measured when it saves, got {name!r}; measured "
-            f"were {', '.join(sorted(known))}"
+            f"were {', '.join(sorted(known))}. The same command with one of them goes on from the checkpoint that was "
+            "saved"
         )
-    return measured.get(name)
 
 
 def read_state(checkpoint: pathlib.Path) -> RunState:

@@ -85,8 +85,9 @@ class Procedure(ABC, Generic[AnyLoop]):
         try:
             self.seen.weights = self._digest()
             loop.schedule.begin()
-            steps = loop.schedule.stop.steps(1, self.settings.steps, settle=lambda: None)
-            for step in steps:
+            # Not as the steps of a run, which a signal lets end and be saved: nothing here is worth it.
+            for step in range(1, self.settings.steps + 1):
+                loop.schedule.stop.still_ours()
                 loop.step(step)
                 self.look(step)
                 loop.phase.next_step()

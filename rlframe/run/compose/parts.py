@@ -29,6 +29,7 @@ from rlframe.loops.reporting.trackers import trackers
 from rlframe.loops.reporting.trackers.base import Tracker
 from rlframe.loops.saving.checkpoints import Checkpoints, read_state
 from rlframe.loops.schedule import Event, Schedule
+from rlframe.loops.stop import failure
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.models import remote_code, tokenizer
@@ -221,9 +222,9 @@ class Parts:
 
 def _close_log(metrics: MetricsLog, _: type[BaseException] | None, error: BaseException | None, *__: Any) -> None:
     """Closes the log of a run, which has failed with `error` or has ended well."""
-    metrics.close(error)
+    metrics.close(failure(error))
 
 
 def _close(tracker: Tracker, _: type[BaseException] | None, error: BaseException | None, *__: Any) -> None:
     """Closes a tracker at the end of a run, which has failed with `error` or has ended well."""
-    tracker.close(failed=error is not None)
+    tracker.close(failed=failure(error) is not None)

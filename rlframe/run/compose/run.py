@@ -88,11 +88,11 @@ def run_on(
     garbage.hold()
     started = time.monotonic() if began is None else began
     start_up = StartUp(started, begin)
-    component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
-    algorithm: Algorithm = component(config.algorithm)
     trains = config.mode is Mode.TRAIN
     if config.mode is Mode.SELF_TEST:
         config = without_learning(config)
+    component, _ = find("rlframe.algorithms", config.algorithm.name, key="algorithm.name")
+    algorithm: Algorithm = component(config.algorithm)
     with (
         explaining(config, algorithm) if trains else nullcontext(),
         watching(config.cluster, config.folder / LOGS, learns=trains) as watchdog,

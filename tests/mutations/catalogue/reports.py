@@ -57,7 +57,7 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/loops/stop.py",
         ALERTS,
-        ("an alert saves what is not due", "return self._saves", "return True"),
+        ("an alert saves what is not due", "(self._asked_by and self._saves)", "self._asked_by"),
     ),
     *faults(
         "rlframe/loops/reporting/throughput.py",

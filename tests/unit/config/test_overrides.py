@@ -86,6 +86,8 @@ def test_a_value_arrives_as_it_was_typed(value: str) -> None:
 def test_items_of_a_list_are_quoted_one_by_one() -> None:
     override = OverridesParser.create().parse_override(rewrite("rollout.stop=[</s>,#5]"))
     assert override.value() == ["</s>", "#5"]
+    override = OverridesParser.create().parse_override(rewrite("rollout.stop=[ </answer>, </tool> ]"))
+    assert override.value() == ["</answer>", "</tool>"]
 
 
 def test_a_sweep_stays_a_sweep() -> None:

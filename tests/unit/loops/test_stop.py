@@ -5,11 +5,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from rlframe.loops.stop import Stop, Stopped
+from rlframe.loops.config import CheckpointConfig
+from rlframe.loops.saving.checkpoints import Checkpoints, RunState
+from rlframe.loops.saving.manifest import claim_owner
+from rlframe.loops.schedule import Event, Schedule
+from rlframe.loops.stop import Stop, Stopped, failure
 from tests.until import PATIENCE_S
 
 pytestmark = pytest.mark.later
@@ -28,7 +34,7 @@ try:
         # The second step lasts until a signal is there, or for longer than the test.
         while step > 1 and not (sys.argv[2] == "short" and stop.code):
             time.sleep(0.01)
-        if stop.wants_save(step):
+        if stop.begins_save(step, due=False):
             time.sleep(float(sys.argv[3]))
             saved.append(step)
 except KeyboardInterrupt:
@@ -83,10 +89,111 @@ def test_the_second_signal_ends_at_once() -> None:
 def test_another_thread_can_make_the_step_the_last() -> None:
     stop, settled = Stop(), []
     with pytest.raises(Stopped):
-        for step in stop.steps(1, 9, settle=lambda: settled.append(stop.wants_save(3))):
+        for step in stop.steps(1, 9, settle=lambda: settled.append(stop.begins_save(3, due=False))):
             if step == 3:
                 thread = threading.Thread(target=stop.ask, args=("gcs_server (pid 7) died",))
                 thread.start()
                 thread.join()
-    assert (step, settled, stop.code) == (3, [True], 1)
+    assert (step, settled, stop.code, stop.signalled) == (3, [True], 1, False)
     assert stop.sentence == "gcs_server (pid 7) died: saved after step 3 of 9; the same command resumes from there"
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The handlers of signals are those of before when the test is over."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def signalled() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def nothing() -> None: ...
+
+
+def saved_run(
+    folder: Path,
+    *,
+    patience_s: float,
+    steps: int,
+    step: Callable[[int], None] = lambda _: None,
+    write: Callable[[], object] = nothing,
+    background: bool = True,
+) -> tuple[Checkpoints, Stop, BaseException]:
+    """Runs steps that are all saved, each by calling `write`. Returns what ended them too."""
+    claim_owner(folder, "digest")
+    checkpoints, stop = Checkpoints(folder / "checkpoints", CheckpointConfig()), Stop(patience_s=patience_s)
+    stop.listen()
+
+    def stage(folder: Path) -> Callable[[], dict[str, float]]:
+        (folder / "weights").write_text("weights")
+        return lambda: {"time/write_s": 0.0} if write() else {}
+
+    def save(number: int) -> None:
+        state = RunState(step=number, num_optimizer_steps=number, data={}, results={})
+        checkpoints.save(state, stage, background=background)
+
+    schedule = Schedule(last_step=steps, every={Event.CHECKPOINT: 1}, checkpoints=checkpoints, stop=stop)
+    with pytest.raises((Stopped, LookupError)) as raised:
+        schedule.run(0, step, {Event.CHECKPOINT: save})
+    return checkpoints, stop, raised.value
+
+
+def newest(checkpoints: Checkpoints) -> str:
+    latest = checkpoints.latest()
+    return latest.name if latest else ""
+
+
+@pytest.mark.parametrize(("steps", "background"), [(1, False), (1, True), (4, False)])
+def test_a_save_that_is_due_may_take_longer_than_the_step(
+    steps: int, background: bool, tmp_path: Path, handlers: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def write() -> None:
+        signalled()
+        time.sleep(0.3)
+
+    checkpoints, stop, _ = saved_run(tmp_path, patience_s=0.1, steps=steps, write=write, background=background)
+    assert stop.sentence == f"stopped by SIGTERM: saved after step 1 of {steps}; the same command resumes from there"
+    assert newest(checkpoints) == "step-00000001" and stop.code == 143 and stop.signalled
+    assert "SIGTERM: step 1 is being saved, and the run then ends; a second signal" in capfd.readouterr().err
+
+
+def test_the_checkpoint_before_a_step_that_is_given_up_or_fails_is_written(tmp_path: Path, handlers: None) -> None:
+    def late(number: int) -> None:
+        if number == 2:
+            signalled()
+            time.sleep(PATIENCE_S)
+
+    def broken(number: int) -> None:
+        if number == 2:
+            raise LookupError("an error of the user's")
+
+    for name, step in {"late": late, "broken": broken}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        checkpoints, *_ = saved_run(folder, patience_s=0.1, steps=4, step=step, write=lambda: time.sleep(0.3))
+        assert newest(checkpoints) == "step-00000001"
+
+
+def test_the_second_signal_does_not_wait_for_a_checkpoint(tmp_path: Path, handlers: None) -> None:
+    released = threading.Event()
+
+    def twice(number: int) -> None:
+        if number == 2:
+            signalled()
+            signalled()
+
+    checkpoints, stop, _ = saved_run(tmp_path, patience_s=9, steps=4, step=twice, write=released.wait)
+    assert "then SIGTERM: ended at once" in stop.sentence and newest(checkpoints) == ""
+    released.set()
+    checkpoints.abandon()
+
+
+def test_a_run_that_a_callback_stops_has_not_failed() -> None:
+    by_signal, error = Stopped("stopped by SIGTERM", 143), LookupError()
+    assert failure(None) is None and failure(Stopped("good enough: saved after step 2 of 9", 0)) is None
+    assert failure(by_signal) is by_signal and failure(error) is error

@@ -58,7 +58,8 @@ def test_length_place_and_logging_may_change(tmp_path: Path) -> None:
     claim(run_in(tmp_path))
     changed = run_in(
         tmp_path, "steps=999", "logging.progress=false", "cluster.address=auto", "train.parallel=d2",
-        "checkpoint.keep_last=9", "checkpoint.asynchronous=true", "data.cache_folder=null",
+        "checkpoint.keep_last=9", "checkpoint.asynchronous=true", "data.cache_folder=null", "alerts.stop=[slow]",
+        "alerts.reward_flat=null", "checkpoint.keep_best=1", "checkpoint.best_metric=train/loss",
     )  # fmt: skip
     claim(changed)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["steps"] == 999
@@ -198,3 +199,11 @@ def test_a_constant_rate_and_a_run_without_a_checkpoint_are_extended_freely(tmp_
     claim(replace(constant, steps=400))
     claim(course(tmp_path / "begun"))
     claim(replace(course(tmp_path / "begun"), steps=400))
+
+
+def test_a_run_cannot_be_shorter_than_it_is(tmp_path: Path) -> None:
+    run = course(tmp_path, schedule=Schedule.CONSTANT)
+    folder = trained(run)
+    with pytest.raises(ConfigError, match=f"steps must be at least 5, got 4: {folder / 'checkpoints'} has that step"):
+        claim(replace(run, steps=4))
+    claim(replace(run, steps=5))

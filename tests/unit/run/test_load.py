@@ -178,3 +178,7 @@ def test_a_file_that_inherits_adds_rewards_and_leaves_out_with_null(tmp_path: Pa
     assert list(load("mine", config_dir=str(tmp_path)).reward.parts) == ["exact_match", "mine"]
     file.write_text(file.read_text() + "    exact_match: null\n")
     assert list(load("mine", config_dir=str(tmp_path)).reward.parts) == ["mine"]
+
+
+def test_a_folder_at_home_is_found() -> None:
+    assert load("grpo_qwen3_moe", ["output=~/runs/first"]).output == str(Path.home() / "runs/first")

@@ -34,10 +34,13 @@ from rlframe.utils.text import print_line
 
 
 def without_learning(config: RunConfig) -> RunConfig:
-    """Returns the settings with learning rate and weight decay 0, for the steps of a self test. Nothing is saved."""
+    """Returns the settings with learning rate and weight decay 0, for the steps of a self test, each of which trains
+    the policy. Nothing is saved."""
     changed = deepcopy(config)
     changed.steps = config.self_test.steps
     changed.checkpoint = replace(config.checkpoint, export=False)
+    if hasattr(changed.algorithm, "critic_warmup_steps"):
+        changed.algorithm.critic_warmup_steps = 0
     _still(changed.train)
     if changed.critic.train:
         _still(changed.critic.train)

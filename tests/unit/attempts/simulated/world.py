@@ -432,11 +432,12 @@ class Driver:
 
     def _save(self, step: int) -> None:
         self._phase("checkpoint")
-        data, folder = self.leases.state(), self.world.new_folder()
+        folder = self.world.new_folder()
         if self.sampler.in_flight:
-            self.sampler.hold(folder, step)
+            self.sampler.hold(step)(folder)
             if self.evaluation:
                 self.evaluation.hold(folder)
+        data = self.leases.state()
         self.world.elapse(1.0)
         self._trainer()
         self.world.checkpoint = Checkpoint(step, data, folder, dict(self.attempts.begun))

@@ -47,7 +47,7 @@ EVALUATED = Evaluated(set=MATH, groups=[group(0, [1, 0, 1, 0]), group(1, [0, 0, 
 
 def test_metrics_of_several_attempts_at_each_prompt() -> None:
     found = EVALUATED.metrics()
-    assert found["reward_mean"] == pytest.approx((0.5 + 0 + 0.5) / 3)
+    assert found["reward_mean"] == found["match_mean"] == pytest.approx((0.5 + 0 + 0.5) / 3)
     # The means of the prompts are 1/2, 0 and 1/2: variance 1/12, over 3 prompts.
     assert found["reward_error"] == pytest.approx(math.sqrt(1 / 12 / 3))
     assert found["pass_at_1"] == pytest.approx((0.5 + 0 + 0.5) / 3)

@@ -48,6 +48,8 @@ def test_a_run_of_no_steps_tells_what_it_has_measured() -> None:
 def test_sets_of_prompts_are_told_apart() -> None:
     results = {"before/math/reward_mean": 0.5, "after/math/reward_mean": 0.75, "held_out_prompts": 0.0}
     assert outcome(results) == "math: reward 0.500 before and 0.750 after."
+    results = {"before/geo_mean/reward_mean": 0.5, "before/geo_mean/lost_attempts": 0.0, "held_out_prompts": 0.0}
+    assert outcome(results) == "geo_mean: reward 0.500."
 
 
 def test_steps_in_vain_are_told() -> None:

@@ -1,5 +1,6 @@
 """Dynamic sampling: what is kept, dropped and counted, and where the cursor stands."""
 
+import asyncio
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +30,7 @@ def sampler(
     otherwise: tuple[float, float] = (0.0, 1.0),
     dynamic: DynamicSamplingConfig | None = None,
     num_minibatches: int = 1,
+    max_policy_lag: int = 0,
 ) -> BufferedSampler:
     """A sampler of groups of two over four prompts a step, around a real cursor, buffer and runner; of engines that
     answer the same to everything, and a scorer that knows the rewards."""
@@ -51,7 +53,7 @@ def sampler(
         phase=lambda name, on=None: nullcontext(),  # type: ignore[arg-type]
         prompts_per_step=4,
         group_size=2,
-        buffer=Buffer(prompts_per_step=4, max_policy_lag=0, pipeline_depth=1),
+        buffer=Buffer(prompts_per_step=4, max_policy_lag=max_policy_lag, pipeline_depth=1),
         last_step=100,
         dynamic=dynamic,
         num_minibatches=num_minibatches,
@@ -190,3 +192,43 @@ def test_a_step_whose_attempts_all_fail_says_what_to_mend() -> None:
     # Four prompts, two attempts each: eight rounds make the first 64.
     with pytest.raises(RlframeError, match="each of the first 64 attempts has failed.*no session left"):
         made.collect(1)
+
+
+def test_what_a_checkpoint_judges_counts_in_the_next_step_and_before_its_position_is_read(tmp_path: Path) -> None:
+    flat_ones = dict.fromkeys(("p4", "p5", "p6", "p7", "p8", "p9"), (1.0, 1.0))
+    made = sampler(flat_ones, dynamic=DynamicSamplingConfig(), max_policy_lag=1)
+    measured: list[str] = []
+
+    class Noted:
+        """A curriculum that notes what is measured."""
+
+        def reach(self, step: int) -> None: ...
+
+        def passes_over(self, prompt: Prompt) -> bool:
+            return False
+
+        def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
+            measured.append(prompt.id)
+
+        def metrics(self) -> dict[str, float]:
+            return {}
+
+    made.leases.curriculum = Noted()
+    made.attempts.rollout.version = 0
+    made.collect(1)
+    made.settle(1)
+    collected = len(measured)
+    # The policy trains meanwhile.
+    made.attempts._loop.run_until_complete(asyncio.sleep(1))
+    write = made.hold(1)
+    held = measured[collected:]
+    # In step 1 the first four were taken and the next four dropped.
+    assert held == ["p8", "p9", "p10", "p11"]
+    write(tmp_path)
+    assert measured[collected:] == held
+    flat_ones.clear()
+    made.attempts.rollout.version = 1
+    made.collect(2)
+    assert made.metrics()["rollout/dropped_all_right_groups"] == 2
+    assert made.metrics()["rollout/dropped_tokens"] == 4
+    made.reset()

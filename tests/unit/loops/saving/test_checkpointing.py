@@ -1,10 +1,11 @@
 """A checkpoint is complete or it is not there."""
 
 import json
+import math
 import pathlib
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from rlframe.cluster.roles import CRITIC
 from rlframe.loops.config import CheckpointConfig
 from rlframe.loops.saving import checkpoints as checkpointing
-from rlframe.loops.saving.checkpoints import STATE, TRAINING, Checkpoints, RunState, read_state, score
+from rlframe.loops.saving.checkpoints import STATE, TRAINING, Checkpoints, RunState, read_state, require_measured
 from rlframe.loops.saving.manifest import COMPLETE, RUN, claim_owner, named_checkpoints, seal
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError, RlframeError
 from rlframe.utils.files.sealed import read_sealed, write_sealed
@@ -258,6 +259,14 @@ def test_the_best_are_kept_besides_the_last(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in least.folder.iterdir()) == [f"step-0000000{step}" for step in (5, 6, 7)]
 
 
+@pytest.mark.parametrize("scores", [(math.nan, 0.9, 0.2), (0.9, math.nan, 0.2), (0.2, 0.9, math.inf)])
+def test_a_score_that_is_no_number_is_not_the_best(scores: Sequence[float], tmp_path: pathlib.Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", config(keep_last=1, keep_best=1, best_metric="m"))
+    for step, value in enumerate((*scores, 0.1), start=1):
+        checkpoints.save(state(step, value), write)
+    assert steps(checkpoints.folder) == [scores.index(0.9) + 1, 4]
+
+
 def test_what_a_crash_left_half_written_or_half_deleted_is_removed_by_a_later_save(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,13 +424,12 @@ def test_a_disk_that_is_full_or_a_folder_that_is_gone_is_a_sentence_and_leaves_w
         Checkpoints(tmp_path / "file" / "checkpoints", config()).save(state(2), write)
 
 
-def test_the_score_is_that_of_the_checkpoints_own_step() -> None:
+def test_a_metric_that_was_never_measured_is_refused() -> None:
     best = config(keep_best=1, best_metric="evaluation/reward_mean")
-    assert score(config(), {"evaluation/reward_mean": 1.0}, {"evaluation/reward_mean"}) is None
-    assert score(best, {"evaluation/reward_mean": 1.0}, {"evaluation/reward_mean"}) == 1.0
-    assert score(best, {"train/loss": 1.0}, {"evaluation/reward_mean", "train/loss"}) is None
-    with pytest.raises(RlframeError, match="got 'evaluation/reward_mean'; measured were reward/mean, train/loss"):
-        score(best, {}, {"train/loss", "reward/mean"})
+    require_measured(config(), set())
+    require_measured(best, {"evaluation/reward_mean", "train/loss"})
+    with pytest.raises(RlframeError, match="got 'evaluation/reward_mean'; measured were reward/mean, train/loss. The"):
+        require_measured(best, {"train/loss", "reward/mean"})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 
 from rlframe.cluster.roles import ENGINES, POLICY
 from rlframe.run.check import check, checked
+from rlframe.run.compose.modes.self_test import without_learning
 from rlframe.run.load import load
 from rlframe.run.roles import topology
 from rlframe.utils.errors import ConfigError
@@ -190,3 +191,10 @@ def test_a_self_test_names_its_checks_and_needs_engines() -> None:
     )
     (fault,) = faults("self_test.steps=9")
     assert fault.startswith("self_test.steps has no effect with mode=train")
+
+
+def test_each_step_of_a_self_test_trains_the_policy() -> None:
+    config = load("ppo_qwen3_8b", ["algorithm.critic_warmup_steps=3"])
+    still = without_learning(config)
+    assert (config.algorithm.critic_warmup_steps, still.algorithm.critic_warmup_steps) == (3, 0)
+    assert still.train.optimizer.lr == still.critic_train.optimizer.lr == 0

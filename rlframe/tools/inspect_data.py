@@ -21,6 +21,7 @@ from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.run.config import RunConfig
 from rlframe.run.load import add_arguments, of_arguments
+from rlframe.types.prompt import Prompt
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import RlframeError
@@ -84,9 +85,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     else:
         stream = PromptSource(run.data, tokenizer=tokenizer, seed=run.seed)
         held_out = len(stream.evaluation_prompts())
-        staged = run.data.curriculum is not None and run.data.curriculum.by is By.STAGE
-        # A walk over stages deals those of the present one only, again and again.
-        prompts = stream.first(len(stream)) if staged else stream.next(len(stream))
+        prompts = _all_of(stream, run)
         lengths = [len(prompt.input) for prompt in prompts]
         sequences = [prompt.input.token_ids.tolist() for prompt in prompts]
         samples = [
@@ -114,6 +113,13 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     yield from histogram(lengths)
     yield ""
     yield from _dropped(stream.dropped)
+
+
+def _all_of(stream: PromptSource, run: RunConfig) -> list[Prompt]:
+    """Returns all prompts, in the order in which they are dealt unless there are stages: a walk over those deals the
+    prompts of the present one only, again and again."""
+    staged = run.data.curriculum is not None and run.data.curriculum.by is By.STAGE
+    return stream.first(len(stream)) if staged else stream.next(len(stream))
 
 
 def _of_template(stream: TrainingSource[Any] | PromptSource, run: RunConfig) -> Iterator[str]:

@@ -42,7 +42,7 @@ def trained(rewards: list[list[float]]) -> tuple[list[Rollout], TrainBatch]:
         for number, own in enumerate(rewards)
     ]
     batch = pack(groups)
-    advantages = torch.repeat_interleave(batch.rewards - 0.5, batch.lengths) * batch.loss_mask
+    advantages = torch.repeat_interleave((batch.rewards - 0.5).nan_to_num(0.0), batch.lengths) * batch.loss_mask
     return members(groups), batch.with_advantages(advantages)
 
 

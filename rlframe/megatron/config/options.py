@@ -122,7 +122,7 @@ class CommunicationConfig:
     """Whether gradients are summed bucket by bucket during the last backward pass, instead of after it."""
     overlap_param_gather: bool = False
     """Whether new parameters are gathered bucket by bucket during the next forward pass of the same rollout batch,
-    instead of before it."""
+    instead of before it. Not with adapters, nor with rollout.logprobs=exact."""
     bucket_parameters: Annotated[int, Range(1, 1 << 40)] | None = None
     """Number of parameters of a bucket with overlap. null means Megatron's choice (40 million or more)."""
 

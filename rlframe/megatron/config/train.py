@@ -167,6 +167,13 @@ class TrainConfig:
                 why="between rollout batches the engines need all parameters at once, so only a second "
                 "optimizer step can hide the gather",
             )
+        if self.communication.overlap_param_gather and self.lora is not None:
+            raise SettingError(
+                "communication.overlap_param_gather",
+                "must be false with lora",
+                got="true",
+                why="Megatron waits for the parameters of each module that is called, and lists hold those of adapters",
+            )
 
     def _check_recompute(self) -> None:
         options, default = self.recompute_options, RecomputeConfig()

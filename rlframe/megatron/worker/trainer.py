@@ -155,7 +155,7 @@ class Trainer:
         if self.reference and not self.following:
             yield ConstantWeights("the reference", self.model, active=self.reference.active)
         elif self.model.lora:
-            frozen = {name for name, value in self.model.parameters.items() if not value.requires_grad}
+            frozen = self.model.parameters.keys() - self.model.lora.saved.keys()
             base = [name for name, boxes in self.layout.boxes.items() if {box.parameter for box in boxes} <= frozen]
             yield ConstantWeights("the base of the adapters", self.model, names=base)
         if self.model.architecture.with_mtp and not self.model.mtp and not self.model.lora:

@@ -95,6 +95,8 @@ def step(
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     optimizer.measured = measured
     updated, grad_norm, _ = optimizer.step()
+    # Megatron keeps the gradient of the main weights, which is a float32 copy if gradients are not summed in float32.
+    optimizer.zero_grad()
     if not updated or not torch.isfinite(torch.as_tensor(grad_norm)):
         raise RlframeError(
             f"optimizer step {step_index}: the gradient norm must be finite, got {grad_norm}; lower "

@@ -207,12 +207,21 @@ def reference_by_chunk(model: Model, reference: ReferenceWeights) -> dict[str, A
 
 
 def load_reference(model: Model, reference: ReferenceWeights, folder: Path) -> None:
-    """Reads into `reference` the entries of `reference_by_chunk`.
+    """Reads into `reference` the entries of `reference_by_chunk`. Routing biases stay as they are if the checkpoint,
+    of an earlier release, has none of a reference.
 
     Raises:
         CheckpointError: the checkpoint in `folder` has no reference, or belongs to another model.
     """
-    state = reference_by_chunk(model, reference)
+    stored = reading.Reader(folder).names
+    state = {
+        name: {
+            key: value
+            for key, value in entries.items()
+            if value.key in stored or not value.key.endswith("router.expert_bias")
+        }
+        for name, entries in reference_by_chunk(model, reference).items()
+    }
     places = {(name, key): value.data for name, entries in state.items() for key, value in entries.items()}
     loaded = read(state, folder)
     for (name, key), exact in places.items():

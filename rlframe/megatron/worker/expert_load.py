@@ -1,4 +1,5 @@
-"""Load of experts: metrics of the routers' balance, and the weights of the losses that improve it."""
+"""Load of experts: metrics of the routers' balance, the weights of the losses that improve it, and the routers'
+biases."""
 
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from rlframe.megatron.compat import auxiliary_loss_divisor
 from rlframe.megatron.config.options import MoeConfig
 from rlframe.megatron.messages.microbatch import Microbatch
-from rlframe.megatron.model.model import Model
+from rlframe.megatron.model.model import Model, routing_biases
 from rlframe.megatron.model.mtp import decoder_modules
 from rlframe.megatron.model.training_fields import token_multiple
 from rlframe.megatron.packed.inputs import num_computed
@@ -58,6 +59,24 @@ class ExpertLoad:
         for layer, peak, share in zip(self.moe_layers, peaks, idle, strict=True):
             values |= {f"moe/load_peak_layer_{layer:02d}": peak, f"moe/idle_experts_layer_{layer:02d}": share}
         return {key: Mean(float(value), 1.0) for key, value in values.items()}
+
+
+class RoutingBiases:
+    """The routers' biases before a step. Megatron moves them with the gradients (`finalize_gradients`), before it is
+    decided whether the step is taken."""
+
+    def __init__(self, model: Model):
+        self._live = routing_biases(model)
+        self.note()
+
+    def note(self) -> None:
+        """Copies the present biases."""
+        self._before = [bias.clone() for bias in self._live]
+
+    def put_back(self) -> None:
+        """Restores the copied biases."""
+        for bias, before in zip(self._live, self._before, strict=True):
+            bias.copy_(before)
 
 
 def balance(model: Model, moe: MoeConfig, microbatches: list[Microbatch]) -> None:

@@ -146,9 +146,8 @@ class Trainer:
         lora = self.model.lora
         if lora:
             return WithoutAdapters(lora)
-        return ReferenceWeights(
-            model.parameter_buffers(self.model), follows=self.setup.reference_update.every_steps > 0
-        )
+        weights = [*model.parameter_buffers(self.model), *model.routing_biases(self.model)]
+        return ReferenceWeights(weights, follows=self.setup.reference_update.every_steps > 0)
 
     def _constant(self) -> Iterator[ConstantWeights]:
         """Yields the tensors of this rank that nothing trains."""
@@ -279,6 +278,7 @@ class Trainer:
             if self.model.lora:
                 self.model.lora.seed_dropout(seed=self.setup.seed, step=first_step + index)
             balance(self.model, train.moe, microbatches)
+            self.optimizer.biases.note()
             with overlap.gathering(self.model, when=train.communication.overlap_param_gather and index > 0):
                 passes = forward.accumulate_gradients(
                     self.model,

@@ -225,6 +225,14 @@ def adapter_faults(train: TrainConfig) -> Iterator[Fault]:
             got="true",
             hint="remove it",
         )
+    if train.moe.bias_update_rate:
+        yield Fault(
+            "train.moe.bias_update_rate",
+            "must be 0 with train.lora",
+            got=train.moe.bias_update_rate,
+            why="PEFT's files and the training state of adapters have no place for the routers' bias",
+            hint="remove it",
+        )
     if train.fp8.recipe is not Fp8Recipe.OFF:
         # Adapters are plain products in train.dtype. How far FP8 modules with adapters are from the merged weights in
         # the engines has not been measured.

@@ -149,6 +149,11 @@ def test_adapters_leave_no_router_to_freeze() -> None:
     assert fault.startswith("train.moe.freeze_router has no effect with train.lora"), fault
 
 
+def test_adapters_leave_no_routing_bias_to_move() -> None:
+    (fault,) = faults(replace(EXPERTS, sigmoid_router=True), moe={"bias_update_rate": 0.001}, lora={})
+    assert fault.startswith("train.moe.bias_update_rate must be 0 with train.lora, got 0.001"), fault
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_adapters_beside_fp8_are_refused(recipe: str) -> None:
     (fault,) = faults(DENSE, fp8={"recipe": recipe}, lora={})

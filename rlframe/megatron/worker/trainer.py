@@ -380,9 +380,13 @@ class Trainer:
             self.constant = list(self._constant())
 
     def load_weights(self, folder: pathlib.Path) -> None:
-        """Loads the weights of the distributed checkpoint in `folder`, also as those of the reference."""
-        checkpoint.load_weights(self.model, self.optimizer, folder)
+        """Loads the weights of the distributed checkpoint in `folder`, also as those of the reference. Adapters start
+        again, as at first."""
+        checkpoint.load_weights(self.model, folder)
         self.reference = self._reference() if self.setup.with_reference else None
+        if self.model.lora:
+            lora_state.fill(self.model.lora, seed=self.setup.seed)
+        self.optimizer.reload_model_params()
         self._weights_changed()
         self.constant = list(self._constant())
 

@@ -57,6 +57,11 @@ def device_faults(train: TrainConfig, *, cuda: bool) -> Iterator[Fault]:
         yield Fault(
             "train.recompute_options.modules", said="moe_act needs grouped experts, which need CUDA; use moe or mlp"
         )
+    if "layernorm" in train.recompute_options.modules:
+        yield Fault(
+            "train.recompute_options.modules",
+            said="layernorm needs Transformer Engine, which needs CUDA; use core_attn or mlp",
+        )
 
 
 def model_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fault]:

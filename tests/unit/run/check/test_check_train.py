@@ -66,6 +66,10 @@ def faults(architecture: Architecture, *, cuda: bool = True, online: bool = True
             {"recompute": "selective", "recompute_options": {"modules": ["moe_act"]}},
             "train.recompute_options.modules: moe_act needs grouped experts, which need CUDA",
         ),
+        (
+            {"recompute": "selective", "recompute_options": {"modules": ["layernorm"]}},
+            "train.recompute_options.modules: layernorm needs Transformer Engine, which needs CUDA",
+        ),
     ],
 )
 def test_what_needs_cuda_is_refused_on_a_cpu_by_name(train: dict[str, Any], start: str) -> None:

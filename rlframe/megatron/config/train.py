@@ -210,8 +210,8 @@ class CriticConfig:
     """Settings of the critic's worker group, for algorithms with a critic."""
 
     model: ModelConfig | None = None
-    """Model of the critic's initial weights, with or without a value head. null means `model`. A new head is drawn from
-    the run's seed."""
+    """Model of the critic's initial weights, with or without a value head. null means `model`. A new head is zeros,
+    so that the first values are 0."""
     train: TrainConfig | None = None
     """Settings of its ranks and its optimizer. Missing entries are as in `train`."""
     colocate: bool = True

@@ -93,6 +93,11 @@ def balance(model: Model, moe: MoeConfig, microbatches: list[Microbatch]) -> Non
     `auxiliary_loss_divisor`, and the schedule multiplies by the scale of the main loss, here 1. Summed over ranks and
     micro-batches, and divided by nothing (`finalize_gradients`), that is c / D * sum over m of N_m loss_m. So
     c = coefficient * D / N.
+
+    Padding counts as tokens: with context parallelism up to 2 * cp - 1 a sequence, so that layouts with cp train a bit
+    differently from those without. Megatron's mask for it does not serve: in 0.16.1 and 0.19.2 it cannot be combined
+    with the mask of experts in a router with a bias (`_apply_expert_bias`), and in 0.16.1 each rank would weight its
+    share of loss_m by its own number of tokens.
     """
     if not (moe.aux_loss_coefficient or moe.z_loss_coefficient):
         return

@@ -65,8 +65,9 @@ class CheckpointConfig:
 
     start_from: Annotated[str | None, PathText()] = None
     """Megatron distributed checkpoint whose weights replace those of model.path at the start: written by
-    rlframe.tools.convert, or the folder `training` of another run's checkpoint. Moments start at zero. A critic's
-    weights still come from its Hugging Face model."""
+    rlframe.tools.convert, or the folder `training` of another run's checkpoint without adapters. Moments start at
+    zero. Adapters lie beside these weights, new or those of train.lora.path. A critic's weights still come from its
+    Hugging Face model."""
 
     every_steps: Annotated[int, Range(0, 10**9, note="0 saves at the end only")] = 50
     """Number of steps between two checkpoints. 0 saves at the end only."""

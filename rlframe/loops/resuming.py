@@ -90,10 +90,12 @@ class Resumption:
         return state.step
 
     def _start_from(self) -> None:
-        """Loads the weights of `checkpoint.start_from`, if it is set. A resumed run needs them for its reference
-        only."""
+        """Loads the weights of `checkpoint.start_from`, if it is set. A resumed run needs them for its reference, and
+        as the base of adapters, which is in no checkpoint."""
         loop, config = self.loop, self.config
-        keeps_first_weights = loop.algorithm.needs_reference or loop.algorithm.precomputes_reference
+        keeps_first_weights = (
+            loop.algorithm.needs_reference or loop.algorithm.precomputes_reference or loop.policy.setup.train.lora
+        )
         if config.start_from is None or (self.latest and not keeps_first_weights):
             return
         folder = pathlib.Path(config.start_from).expanduser()

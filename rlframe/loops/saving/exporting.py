@@ -73,7 +73,7 @@ class Exporter:
             adapters.write(
                 folder,
                 self.policy.export_adapter(self.dtype),
-                base=self.policy.setup.model.path,
+                base=self.config.start_from or self.policy.setup.model.path,
                 model_tensors=family.tensors(architecture),
                 rank=lora.rank,
                 alpha=lora.alpha,

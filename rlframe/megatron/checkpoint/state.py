@@ -117,7 +117,7 @@ def state_bytes(model: Model, optimizer: MegatronOptimizer, *, follows: bool) ->
     Args:
         follows: whether a reference follows the policy.
     """
-    weights = [parameter for parameter in model.parameters.values() if parameter.requires_grad or not model.lora]
+    weights = list((model.lora.parameters if model.lora else model.parameters).values())
     found = sum(parameter.nbytes for parameter in weights)
     for part in parts(optimizer):
         found += sum(STATE_BYTES * (place.stop - place.start) for _, place, _ in owned(part))
@@ -169,17 +169,18 @@ def load(
         load_reference(model, reference, folder)
 
 
-def load_weights(model: Model, optimizer: MegatronOptimizer, folder: Path) -> None:
-    """Reads weights only, from a checkpoint with or without moments. The main weights become the same. A head that the
-    checkpoint of a language model lacks is unchanged.
+def load_weights(model: Model, folder: Path) -> None:
+    """Reads weights only, from a checkpoint with or without moments; of a model with adapters, the base. A head that
+    the checkpoint of a language model lacks is unchanged. The optimizer must be told (`reload_model_params`).
 
     Raises:
         CheckpointError: the checkpoint in `folder` belongs to another model.
     """
-    # Of a model with adapters, the base: Megatron's own entries know nothing of adapters.
     weights = {name: sharded_weights(chunk.module) for name, chunk in chunks_by_key(model).items()}
+    if model.lora:
+        for name, chunk in chunks_by_key(model).items():
+            weights[name] = lora_state.without_adapters(model.lora, chunk.module, weights[name])
     put(model, read(weights, folder, needs_head=False))
-    optimizer.reload_model_params()
 
 
 def weights_by_chunk(model: Model) -> dict[str, Any]:
@@ -207,12 +208,21 @@ def reference_by_chunk(model: Model, reference: ReferenceWeights) -> dict[str, A
 
 
 def load_reference(model: Model, reference: ReferenceWeights, folder: Path) -> None:
-    """Reads into `reference` the entries of `reference_by_chunk`.
+    """Reads into `reference` the entries of `reference_by_chunk`. Routing biases stay as they are if the checkpoint,
+    of an earlier release, has none of a reference.
 
     Raises:
         CheckpointError: the checkpoint in `folder` has no reference, or belongs to another model.
     """
-    state = reference_by_chunk(model, reference)
+    stored = reading.Reader(folder).names
+    state = {
+        name: {
+            key: value
+            for key, value in entries.items()
+            if value.key in stored or not value.key.endswith("router.expert_bias")
+        }
+        for name, entries in reference_by_chunk(model, reference).items()
+    }
     places = {(name, key): value.data for name, entries in state.items() for key, value in entries.items()}
     loaded = read(state, folder)
     for (name, key), exact in places.items():

@@ -122,7 +122,7 @@ class CommunicationConfig:
     """Whether gradients are summed bucket by bucket during the last backward pass, instead of after it."""
     overlap_param_gather: bool = False
     """Whether new parameters are gathered bucket by bucket during the next forward pass of the same rollout batch,
-    instead of before it."""
+    instead of before it. Not with adapters, nor with rollout.logprobs=exact."""
     bucket_parameters: Annotated[int, Range(1, 1 << 40)] | None = None
     """Number of parameters of a bucket with overlap. null means Megatron's choice (40 million or more)."""
 
@@ -192,11 +192,13 @@ class MoeConfig:
     freeze_router: bool = False
     """Whether the router's weights stay as loaded."""
     aux_loss_coefficient: Annotated[float, Range(0, 1000)] = 0.0
-    """Weight of the load-balancing loss added to the algorithm's; see `expert_load.balance`."""
+    """Weight of the load-balancing loss added to the algorithm's; see `expert_load.balance`. Padding takes part in it:
+    with context parallelism up to 2 * cp - 1 tokens a sequence."""
     z_loss_coefficient: Annotated[float, Range(0, 1000)] = 0.0
-    """Weight of the router's z-loss, see `expert_load.balance`."""
+    """Weight of the router's z-loss, see `expert_load.balance`. Padding takes part in it too."""
     bias_update_rate: Annotated[float, Range(0, 1)] = 0.0
-    """Change per optimizer step of the routing bias of an over- or underused expert. 0 keeps the checkpoint's bias."""
+    """Change per optimizer step of the routing bias of an over- or underused expert. Padding takes part in the count.
+    The reference keeps its bias. 0 keeps the checkpoint's bias."""
     capacity_factor: Annotated[float, Range(above=0, maximum=1000, note="null drops no token")] | None = None
     """Multiple of the mean number of tokens beyond which an expert drops tokens. null drops none."""
     router_replay: bool = False

@@ -167,6 +167,13 @@ class TrainConfig:
                 why="between rollout batches the engines need all parameters at once, so only a second "
                 "optimizer step can hide the gather",
             )
+        if self.communication.overlap_param_gather and self.lora is not None:
+            raise SettingError(
+                "communication.overlap_param_gather",
+                "must be false with lora",
+                got="true",
+                why="Megatron waits for the parameters of each module that is called, and lists hold those of adapters",
+            )
 
     def _check_recompute(self) -> None:
         options, default = self.recompute_options, RecomputeConfig()
@@ -203,8 +210,8 @@ class CriticConfig:
     """Settings of the critic's worker group, for algorithms with a critic."""
 
     model: ModelConfig | None = None
-    """Model of the critic's initial weights, with or without a value head. null means `model`. A new head is drawn from
-    the run's seed."""
+    """Model of the critic's initial weights, with or without a value head. null means `model`. A new head is zeros,
+    so that the first values are 0."""
     train: TrainConfig | None = None
     """Settings of its ranks and its optimizer. Missing entries are as in `train`."""
     colocate: bool = True

@@ -55,6 +55,13 @@ def sharded_state(lora: Lora, module: torch.nn.Module, weights: dict[str, Any]) 
     return state
 
 
+def without_adapters(lora: Lora, module: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Returns Megatron's own entries for `module`, which name the adapters too, without those."""
+    halves = {id(half) for adapter in lora.adapters.values() for half in (*adapter.a, *adapter.b)}
+    paths = {path for path, parameter in module.named_parameters() if id(parameter) in halves}
+    return {path: value for path, value in weights.items() if path not in paths}
+
+
 def sharded(lora: Lora, name: str, half: torch.nn.Parameter, adapter: Adapter) -> ShardedTensor:
     """Returns A or B with its place in the whole matrix of the checkpoint. The key is PEFT's name, so that a file fits
     ranks of any layout."""

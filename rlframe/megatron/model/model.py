@@ -301,3 +301,9 @@ def shard_of(architecture: Architecture, config: TransformerConfig, *, chunk: in
 def parameter_buffers(model: Model) -> list[Tensor]:
     """Returns the flat buffers, each [n], of which all parameters of the model are views."""
     return [buffer.param_data for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def routing_biases(model: Model) -> list[Tensor]:
+    """Returns the bias of each router for the choice of experts: float32 and no parameter, but
+    `train.moe.bias_update_rate` moves it."""
+    return [value for name, value in model.parameters.items() if name.endswith("router.expert_bias")]

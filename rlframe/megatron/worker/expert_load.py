@@ -1,4 +1,5 @@
-"""Load of experts: metrics of the routers' balance, and the weights of the losses that improve it."""
+"""Load of experts: metrics of the routers' balance, the weights of the losses that improve it, and the routers'
+biases."""
 
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from rlframe.megatron.compat import auxiliary_loss_divisor
 from rlframe.megatron.config.options import MoeConfig
 from rlframe.megatron.messages.microbatch import Microbatch
-from rlframe.megatron.model.model import Model
+from rlframe.megatron.model.model import Model, routing_biases
 from rlframe.megatron.model.mtp import decoder_modules
 from rlframe.megatron.model.training_fields import token_multiple
 from rlframe.megatron.packed.inputs import num_computed
@@ -60,6 +61,24 @@ class ExpertLoad:
         return {key: Mean(float(value), 1.0) for key, value in values.items()}
 
 
+class RoutingBiases:
+    """The routers' biases before a step. Megatron moves them with the gradients (`finalize_gradients`), before it is
+    decided whether the step is taken."""
+
+    def __init__(self, model: Model):
+        self._live = routing_biases(model)
+        self.note()
+
+    def note(self) -> None:
+        """Copies the present biases."""
+        self._before = [bias.clone() for bias in self._live]
+
+    def put_back(self) -> None:
+        """Restores the copied biases."""
+        for bias, before in zip(self._live, self._before, strict=True):
+            bias.copy_(before)
+
+
 def balance(model: Model, moe: MoeConfig, microbatches: list[Microbatch]) -> None:
     """Sets the weights of the auxiliary losses for the next optimizer step. Must be called on all ranks.
 
@@ -74,6 +93,11 @@ def balance(model: Model, moe: MoeConfig, microbatches: list[Microbatch]) -> Non
     `auxiliary_loss_divisor`, and the schedule multiplies by the scale of the main loss, here 1. Summed over ranks and
     micro-batches, and divided by nothing (`finalize_gradients`), that is c / D * sum over m of N_m loss_m. So
     c = coefficient * D / N.
+
+    Padding counts as tokens: with context parallelism up to 2 * cp - 1 a sequence, so that layouts with cp train a bit
+    differently from those without. Megatron's mask for it does not serve: in 0.16.1 and 0.19.2 it cannot be combined
+    with the mask of experts in a router with a bias (`_apply_expert_bias`), and in 0.16.1 each rank would weight its
+    share of loss_m by its own number of tokens.
     """
     if not (moe.aux_loss_coefficient or moe.z_loss_coefficient):
         return

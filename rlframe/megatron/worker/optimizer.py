@@ -14,12 +14,15 @@ from rlframe.megatron.model.model import Model
 from rlframe.megatron.model.training_fields import optimizer_fields
 from rlframe.megatron.muon.muon import Muon
 from rlframe.megatron.skipping.outliers import Outliers
+from rlframe.megatron.worker.expert_load import RoutingBiases
 from rlframe.utils.errors import RlframeError
 
 
 class Optimizer(ChainedOptimizer):
     """Megatron's optimizers of one rank, with Muon for matrices, and without the steps that are outliers."""
 
+    biases: RoutingBiases
+    """The routers' biases, which a step that is not taken must leave as they were before its gradients."""
     muon: Muon | None = None
     outliers: Outliers | None = None
     measured = False
@@ -35,11 +38,11 @@ class Optimizer(ChainedOptimizer):
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Updates weights with clipped gradients. Returns whether that was possible."""
-        if not math.isfinite(self.norm):
-            return False
-        self.skipped = self.outliers is not None and self.outliers.skips(self.norm)
-        if self.skipped:
-            return True
+        finite = math.isfinite(self.norm)
+        self.skipped = finite and self.outliers is not None and self.outliers.skips(self.norm)
+        if self.skipped or not finite:
+            self.biases.put_back()
+            return finite
         if self.muon:
             self.muon.step(measured=self.measured)
         return super().step_with_ready_grads()
@@ -67,6 +70,7 @@ def build(model: Model, train: TrainConfig) -> Optimizer:
         model.chunks,
     )
     optimizer = Optimizer(chain.chained_optimizers)
+    optimizer.biases = RoutingBiases(model)
     if config.name == OptimizerName.MUON:
         for part in moments.parts(optimizer):
             moments.use_torch(part, betas=(config.beta1, config.beta2), eps=config.eps)
@@ -95,6 +99,8 @@ def step(
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     optimizer.measured = measured
     updated, grad_norm, _ = optimizer.step()
+    # Megatron keeps the gradient of the main weights, which is a float32 copy if gradients are not summed in float32.
+    optimizer.zero_grad()
     if not updated or not torch.isfinite(torch.as_tensor(grad_norm)):
         raise RlframeError(
             f"optimizer step {step_index}: the gradient norm must be finite, got {grad_norm}; lower "

@@ -152,16 +152,15 @@ class Trainer:
         lora = self.model.lora
         if lora:
             return WithoutAdapters(lora)
-        return ReferenceWeights(
-            model.parameter_buffers(self.model), follows=self.setup.reference_update.every_steps > 0
-        )
+        weights = [*model.parameter_buffers(self.model), *model.routing_biases(self.model)]
+        return ReferenceWeights(weights, follows=self.setup.reference_update.every_steps > 0)
 
     def _constant(self) -> Iterator[ConstantWeights]:
         """Yields the tensors of this rank that nothing trains."""
         if self.reference and not self.following:
             yield ConstantWeights("the reference", self.model, active=self.reference.active)
         elif self.model.lora:
-            frozen = {name for name, value in self.model.parameters.items() if not value.requires_grad}
+            frozen = self.model.parameters.keys() - self.model.lora.saved.keys()
             base = [name for name, boxes in self.layout.boxes.items() if {box.parameter for box in boxes} <= frozen]
             yield ConstantWeights("the base of the adapters", self.model, names=base)
         if self.model.architecture.with_mtp and not self.model.mtp and not self.model.lora:
@@ -285,6 +284,7 @@ class Trainer:
             if self.model.lora:
                 self.model.lora.seed_dropout(seed=self.setup.seed, step=first_step + index)
             balance(self.model, train.moe, microbatches)
+            self.optimizer.biases.note()
             with overlap.gathering(self.model, when=train.communication.overlap_param_gather and index > 0):
                 passes = forward.accumulate_gradients(
                     self.model,
@@ -386,9 +386,13 @@ class Trainer:
             self.constant = list(self._constant())
 
     def load_weights(self, folder: pathlib.Path) -> None:
-        """Loads the weights of the distributed checkpoint in `folder`, also as those of the reference."""
-        checkpoint.load_weights(self.model, self.optimizer, folder)
+        """Loads the weights of the distributed checkpoint in `folder`, also as those of the reference. Adapters start
+        again, as at first."""
+        checkpoint.load_weights(self.model, folder)
         self.reference = self._reference() if self.setup.with_reference else None
+        if self.model.lora:
+            lora_state.fill(self.model.lora, seed=self.setup.seed)
+        self.optimizer.reload_model_params()
         self._weights_changed()
         self.constant = list(self._constant())
 

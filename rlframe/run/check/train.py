@@ -57,6 +57,11 @@ def device_faults(train: TrainConfig, *, cuda: bool) -> Iterator[Fault]:
         yield Fault(
             "train.recompute_options.modules", said="moe_act needs grouped experts, which need CUDA; use moe or mlp"
         )
+    if "layernorm" in train.recompute_options.modules:
+        yield Fault(
+            "train.recompute_options.modules",
+            said="layernorm needs Transformer Engine, which needs CUDA; use core_attn or mlp",
+        )
 
 
 def model_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fault]:
@@ -223,6 +228,14 @@ def adapter_faults(train: TrainConfig) -> Iterator[Fault]:
             "train.moe.freeze_router",
             "has no effect with train.lora, which trains no router",
             got="true",
+            hint="remove it",
+        )
+    if train.moe.bias_update_rate:
+        yield Fault(
+            "train.moe.bias_update_rate",
+            "must be 0 with train.lora",
+            got=train.moe.bias_update_rate,
+            why="PEFT's files and the training state of adapters have no place for the routers' bias",
             hint="remove it",
         )
     if train.fp8.recipe is not Fp8Recipe.OFF:

@@ -10,6 +10,8 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.config import ModelConfig
 from rlframe.utils.errors import WeightsDrifted
 from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.megatron.test_layouts import Weighted
+from tests.multiprocess.megatron.training.test_training_options import microbatch
 from tests.tiny_models import make
 
 
@@ -51,6 +53,12 @@ def on_rank(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, str]
     adapters = trainer(LoraConfig(rank=2), with_reference=False)
     during("base", adapters, next(iter(adapters.merged.base.values())))
     parallel.shutdown()
+    whole = trainer(LoraConfig(rank=2, modules_to_save=["lm_head"]), with_reference=False)
+    head = whole.model.parameters["output_layer.weight"].clone()
+    whole.train([[microbatch([5, 7], rank)]], Weighted(), first_step=0)
+    assert not torch.equal(whole.model.parameters["output_layer.weight"], head) and proof(whole) == ""
+    during("beside", whole, next(iter(whole.merged.base.values())))
+    parallel.shutdown()
     frozen = ForwardOnly(RankSetup(init_method=f"{init_method}-f", train=TrainConfig(parallel="d2"), **common))
     during("frozen", frozen, next(iter(frozen.model.parameters.values())))
     parallel.shutdown()
@@ -75,6 +83,6 @@ def test_a_changed_bit_is_named_with_tensor_and_rank(tmp_path: pathlib.Path) -> 
     )
     assert set(here.values()) == {""}
     for what, name in {"reference": "the reference", "teacher": "the teacher", "base": "the base of the adapters",
-                       "frozen": str(tmp_path / "qwen3")}.items():  # fmt: skip
+                       "beside": "the base of the adapters", "frozen": str(tmp_path / "qwen3")}.items():  # fmt: skip
         assert there[what].startswith(f"{name} has changed in the memory of rank 1 since it was loaded"), there[what]
         assert there[what].endswith(", 1 tensors in all"), there[what]

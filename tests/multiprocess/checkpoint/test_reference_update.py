@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 
 from rlframe.algorithms.reference import ReferenceUpdateConfig
 from rlframe.megatron.config.optimizer import OptimizerConfig
+from rlframe.megatron.config.options import MoeConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.config import ModelConfig
 from tests.multiprocess.checkpoint.test_training_state import shares, train, whole
-from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.distributed import run_distributed, save
 from tests.tiny_models import make
 
 UPDATE = ReferenceUpdateConfig(every_steps=2, mix=0.3)
@@ -23,6 +24,8 @@ CASES = {
     ("qwen3_moe", "bfloat16", "d2e2"): ["d1t2"],
     # Both stages hold the embedding, in a buffer of its own.
     ("qwen3_tied", "float32", "d1p2"): ["d1"],
+    # The routers' biases are moved too, and are no parameters.
+    ("glm4_moe", "float32", "d2e2"): ["d2e2"],
 }
 """Where a state is saved, and where it is resumed: (model, dtype, layout) -> layouts."""
 
@@ -55,9 +58,10 @@ def visit(
     model, dtype, _ = case
     state = folder / "-".join(case)
     optimizer = OptimizerConfig(lr=1e-2, schedule="constant")
+    moe = MoeConfig(bias_update_rate=0.01 if model == "glm4_moe" else 0.0)
     trainer = Trainer(TrainerSetup(
         rank=rank, init_method=init_method, device=torch.device("cpu"), model=ModelConfig(path=str(folder / model)),
-        train=TrainConfig(parallel=layout, dtype=dtype, optimizer=optimizer), seed=0, temperature=1.0,
+        train=TrainConfig(parallel=layout, dtype=dtype, optimizer=optimizer, moe=moe), seed=0, temperature=1.0,
         total_optimizer_steps=STEPS, timeout_s=60, with_reference=True, reference_update=UPDATE,
     ))  # fmt: skip
     seen: dict[str, Any] = {"first": pieces(trainer)}
@@ -79,8 +83,28 @@ def visit(
         torch.distributed.all_gather_object(written, trainer.write())
         trainer.complete(written)
         torch.distributed.barrier()
+    elif moe.bias_update_rate:
+        seen["older"] = load_without_biases(trainer, folder / "older")
     parallel.shutdown()
     return seen
+
+
+def load_without_biases(trainer: Any, folder: pathlib.Path) -> bool:
+    """Loads a state as older releases wrote it, whose references had no biases. Returns whether those of the present
+    one are as they were."""
+    from rlframe.megatron.memory.reference import ReferenceWeights  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.model.model import parameter_buffers, routing_biases  # noqa: PLC0415
+
+    present, biases = trainer.reference, routing_biases(trainer.model)
+    before = [present.exact_of(bias).clone() for bias in biases]
+    trainer.reference = ReferenceWeights(parameter_buffers(trainer.model), follows=True)
+    folder.mkdir(exist_ok=True)
+    save(trainer, folder)
+    trainer.reference = present
+    trainer.load(folder, num_optimizer_steps=SAVED_AFTER)
+    return bool(biases) and all(
+        torch.equal(present.exact_of(bias), kept) for bias, kept in zip(biases, before, strict=True)
+    )
 
 
 def pieces(trainer: Any, *, reference: bool = True) -> dict[str, list]:
@@ -132,6 +156,7 @@ def test_a_following_reference_is_mixed_saved_and_resumed(
     assert not torch.equal(moved["model.norm.weight"], saved["model.norm.weight"])
     for layout, after in zip(CASES[case], others, strict=True):
         loaded, resumed = seen("saved", after), seen("moved", after)
+        assert all(rank.get("older", True) for rank in after)
         assert [name for name in shapes if not torch.equal(loaded[name], saved[name])] == [], layout
         if layout == case[2]:
             assert [name for name in shapes if not torch.equal(resumed[name], moved[name])] == []

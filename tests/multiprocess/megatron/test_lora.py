@@ -2,6 +2,7 @@
 after a change of layout; and the base is never touched."""
 
 import pathlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.tiny_models import make
 
 SEED = 3
 CASES: list[dict[str, Any]] = [
-    {"model": "qwen3", "layout": "d1t2", "modules_to_save": ["embed_tokens", "q_norm"]},
+    {"model": "qwen3", "layout": "d1t2", "modules_to_save": ["embed_tokens", "q_norm"], "start_from": True},
     {"model": "qwen3", "layout": "d1t2", "recompute": "full"},
     {
         "model": "qwen2",
@@ -45,7 +46,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3_moe", "layout": "d1t2", "dropout": 0.25},
     {"model": "qwen3_moe", "layout": "d1t2", "dropout": 0.25, "recompute": "full"},
 ]
-"""Each with two ranks. `load` resumes from what `save` wrote; `new` starts from fresh adapters."""
+"""Each with two ranks. `load` resumes from what `save` wrote; `new` starts from fresh adapters; `start_from` loads the
+base again, from Megatron's form."""
 SAVING = next(index for index, case in enumerate(CASES) if case.get("save"))
 LORA_FIELDS = ("dropout", "target_modules", "exclude_modules", "modules_to_save", "rslora")
 
@@ -125,7 +127,17 @@ def on_rank(rank: int, init_method: str, root: str, cases: list[dict[str, Any]])
             model=ModelConfig(path=str(folder / case["model"])), train=train, seed=SEED, temperature=1.0,
             total_optimizer_steps=10, timeout_s=60, with_reference=True,
         )  # fmt: skip
-        results.append(measure(Trainer(setup), case, folder))
+        if case.get("start_from"):
+            (folder / "base").mkdir(exist_ok=True)
+            whole = replace(setup, train=replace(train, lora=None), init_method=f"{setup.init_method}base")
+            save(Trainer(whole), folder / "base")
+            parallel.shutdown()
+        trainer = Trainer(setup)
+        if case.get("start_from"):
+            for parameter in (*trainer.model.parameters.values(), *trainer.model.lora.parameters.values()):
+                parameter.mul_(0.5)
+            trainer.load_weights(folder / "base")
+        results.append(measure(trainer, case, folder))
         parallel.shutdown()
     return results
 
@@ -168,6 +180,9 @@ def measure(trainer: Any, case: dict[str, Any], folder: pathlib.Path) -> dict[st
     measured["trained_export"] = trainer.export(tensors, torch.float32)
     measured["trained_adapter"] = trainer.export_adapter(list(trainer.adapter_tensors()), torch.float32)
     if case.get("save"):
+        bound = checkpoint.state_bytes(trainer.model, trainer.optimizer, follows=False)
+        trainer.stage(folder, copy=False)
+        assert bound >= sum(value.nbytes for _, value in trainer.staged.items if isinstance(value, torch.Tensor)) > 0
         (folder / "training").mkdir(exist_ok=True)
         save(trainer, folder / "training")
     if case.get("load"):

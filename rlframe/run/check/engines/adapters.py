@@ -76,6 +76,14 @@ def _circumstances(run: RunConfig) -> Iterator[Fault]:
             got=sync.hold,
             why="the base of an engine that comes back is proved against the trainer's, which trains meanwhile",
         )
+    if run.checkpoint.start_from is not None:
+        yield Fault(
+            "checkpoint.start_from",
+            f"must be null {SETTING}",
+            got=run.checkpoint.start_from,
+            why="engines load their base from model.path",
+            hint="or use weight_sync.lora=merged",
+        )
     if shared and isinstance(run.rollout, ServedConfig) and run.rollout.sleep_level > 1:
         yield Fault(
             "rollout.sleep_level",

@@ -32,6 +32,10 @@ def faults(run: RunConfig, *, cuda: bool) -> Iterator[Fault]:
     if run.train.lora:
         why = "engines get the merged weights, which are rounded to train.dtype"
         yield Fault("train.lora", f"must be null with {KEY}=exact", got="a rank", why=why)
+    if run.train.communication.overlap_param_gather:
+        why = "a forward pass copies all parameters to float32 before it begins"
+        key = "train.communication.overlap_param_gather"
+        yield Fault(key, f"must be false with {KEY}=exact", got="true", why=why)
     if Parallel.parse(run.train.parallel).pp > 1:
         why = "pipeline stages exchange activations in train.dtype"
         yield Fault("train.parallel", f"must have no pipeline stages with {KEY}=exact", got=run.train.parallel, why=why)

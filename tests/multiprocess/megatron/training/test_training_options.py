@@ -1,6 +1,7 @@
 """Options that must not change what is learned do not, and those of experts change it by the amount they say."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import Microbatch
 from rlframe.models.config import ModelConfig
 from rlframe.types.batch import Sequences
+from rlframe.utils.errors import RlframeError
 from tests.multiprocess.distributed import run_distributed
 from tests.multiprocess.megatron.test_layouts import Weighted, assemble, exported_gradients, on_disk
 from tests.tiny_models import make
@@ -81,14 +83,24 @@ def mine(trainer: Any) -> list[Microbatch]:
     return everything()[count * trainer.coordinates.dp_rank :][:count]
 
 
-def start(rank: int, init_method: str, folder: str, **train: Any) -> Any:
+def start(
+    rank: int,
+    init_method: str,
+    folder: str,
+    *,
+    dtype: str = "float32",
+    skip_norm_above: float | None = None,
+    with_reference: bool = False,
+    **train: Any,
+) -> Any:
     """A Trainer on this rank."""
     from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
     from rlframe.megatron.cpu import platform  # noqa: PLC0415
     from rlframe.megatron.worker import environment  # noqa: PLC0415
 
     # Nothing is clipped: the norm adds up shards in an order that buckets change, by the last bit.
-    config = TrainConfig(dtype="float32", optimizer=OptimizerConfig(lr=1e-2, clip_grad=1e9), **train)
+    optimizer = OptimizerConfig(lr=1e-2, clip_grad=1e9, skip_norm_above=skip_norm_above)
+    config = TrainConfig(dtype=dtype, optimizer=optimizer, **train)
     environment.prepare(config)
     device = platform.resolve(Device.CPU)
     platform.install(device)
@@ -96,7 +108,7 @@ def start(rank: int, init_method: str, folder: str, **train: Any) -> Any:
 
     setup = TrainerSetup(
         rank=rank, init_method=init_method, device=device, model=ModelConfig(path=folder), train=config, seed=0,
-        temperature=1.0, total_optimizer_steps=10, timeout_s=60, with_reference=False,
+        temperature=1.0, total_optimizer_steps=10, timeout_s=60, with_reference=with_reference,
     )  # fmt: skip
     return Trainer(setup)
 
@@ -114,8 +126,18 @@ def on_rank(rank: int, init_method: str, folder: str, with_biases: str) -> dict[
         trainer = start(rank, f"{init_method}{layout}", folder, parallel=layout, moe=balanced)
         found[layout] = balanced_gradients(trainer, mine(trainer), balanced)
         shutdown()
-    trainer = start(rank, f"{init_method}biases", with_biases, parallel="d2", moe=MoeConfig(bias_update_rate=RATE))
+    moving: dict[str, Any] = {"parallel": "d2", "moe": MoeConfig(bias_update_rate=RATE)}
+    trainer = start(rank, f"{init_method}biases", with_biases, **moving, with_reference=True)
     found["biases"] = moved_biases(trainer, mine(trainer))
+    found["reference"] = kept_reference(trainer, mine(trainer))
+    shutdown()
+    trainer = start(rank, f"{init_method}skipping", with_biases, **moving, skip_norm_above=1e-9)
+    found["skipping"] = changed_by_no_step(trainer, mine(trainer))
+    shutdown()
+    summed = CommunicationConfig(reduce_in_float32=False)
+    trainer = start(rank, f"{init_method}summed", folder, parallel="d2e2", dtype="bfloat16", communication=summed)
+    trainer.train([mine(trainer)], Weighted(), first_step=0)
+    found["gradients of main weights"] = bytes_of_gradients(trainer)
     shutdown()
     return found
 
@@ -198,7 +220,37 @@ def moved_biases(trainer: Any, own: list[Microbatch]) -> list[tuple[Tensor, Tens
     forward.accumulate_gradients(trainer.model, own, Weighted(), temperature=1.0)
     tokens = trainer.expert_load.counts.clone()
     torch.distributed.all_reduce(tokens)
-    return [(before[name], bias, tokens[int(name.split(".")[2])]) for name, bias in biases.items()]
+    return [(before[name], bias.clone(), tokens[int(name.split(".")[2])]) for name, bias in biases.items()]
+
+
+def kept_reference(trainer: Any, own: list[Microbatch]) -> list[bool]:
+    """Whether the reference's logprobs, and not the policy's, are after a step what they were before."""
+    sides = [{"reference": True}, {"reference": False}]
+    before = [torch.cat(trainer.logprobs(own, **side)) for side in sides]
+    trainer.train([own], Weighted(), first_step=0)
+    return [
+        torch.equal(torch.cat(trainer.logprobs(own, **side)), then) for side, then in zip(sides, before, strict=True)
+    ]
+
+
+def changed_by_no_step(trainer: Any, own: list[Microbatch]) -> list[str]:
+    """The names of what a step that is skipped changes, and one whose gradient is not finite."""
+    before = {name: value.clone() for name, value in trainer.model.parameters.items()}
+    trainer.train([own], Weighted(), first_step=0)
+    skipped = [name for name, value in before.items() if not torch.equal(value, trainer.model.parameters[name])]
+    with pytest.raises(RlframeError, match="the gradient norm must be finite"):
+        trainer.train([[replace(each, weights=each.weights / 0) for each in own]], Weighted(), first_step=1)
+    return skipped + [name for name, value in before.items() if not torch.equal(value, trainer.model.parameters[name])]
+
+
+def bytes_of_gradients(trainer: Any) -> int:
+    """Bytes of gradients that the optimizer holds outside of Megatron's buffers."""
+    from rlframe.megatron.worker.offload import gradient_storages, parameters_of, parts  # noqa: PLC0415 - see start
+
+    buffered = {storage.data_ptr() for storage in gradient_storages(trainer.model)}
+    gradients = [each.grad for part in parts(trainer.optimizer) for each in parameters_of(part)]
+    storages = [gradient.untyped_storage() for gradient in gradients if gradient is not None]
+    return sum(storage.nbytes() for storage in storages if storage.data_ptr() not in buffered)
 
 
 @pytest.fixture(scope="module")
@@ -329,3 +381,17 @@ def test_a_routing_bias_rises_where_an_expert_has_too_few_tokens_and_falls_where
             step = RATE * torch.sign(tokens.double().mean() - tokens.double())
             assert step.any()
             torch.testing.assert_close(after, before + step.float(), atol=1e-7, rtol=0)
+
+
+def test_the_reference_keeps_the_routing_bias_that_it_began_with(
+    measured: tuple[Any, list[dict[str, Any]]],
+) -> None:
+    assert [rank["reference"] for rank in measured[1]] == [[True, False]] * 2
+
+
+def test_a_step_that_is_not_taken_moves_no_routing_bias(measured: tuple[Any, list[dict[str, Any]]]) -> None:
+    assert [rank["skipping"] for rank in measured[1]] == [[], []]
+
+
+def test_no_gradient_stays_beside_the_buffers(measured: tuple[Any, list[dict[str, Any]]]) -> None:
+    assert [rank["gradients of main weights"] for rank in measured[1]] == [0, 0]

@@ -133,6 +133,23 @@ def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(whole: Path, t
 
 
 @pytest.mark.thorough
+def test_adapters_resume_on_the_base_that_the_run_began_with(tmp_path: Path) -> None:
+    settings = OFFLINE | {"checkpoint.export_every_steps": 0}
+    base = run(tmp_path / "base", settings | {"seed": 99, "steps": 2}, config="sft_qwen3_moe_tiny")
+    settings |= {"train.lora.rank": 4, "checkpoint.start_from": base / "checkpoints" / "step-00000002" / "training"}
+    whole = run(tmp_path / "whole", settings, config="sft_qwen3_moe_tiny")
+    with Program(tmp_path / "resumed", settings, config="sft_qwen3_moe_tiny", held=["step 5"]) as program:
+        program.wait_for_step(5)
+        program.kill()
+    resumed = run(tmp_path / "resumed", settings, config="sft_qwen3_moe_tiny")
+    assert metrics(resumed) == metrics(whole)
+    assert_equal_models(resumed, whole)
+    adapted, before = (load_file(folder / "model/model.safetensors") for folder in (whole, base))
+    # No adapter changes it, and it was trained before.
+    assert torch.equal(adapted["model.norm.weight"], before["model.norm.weight"])
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [OFFLINE, STREAMED], ids=["in memory", "streamed"])
 def test_supervised_training_resumes_bit_by_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole = run(tmp_path / "whole", settings, config="sft_qwen3_moe_tiny")

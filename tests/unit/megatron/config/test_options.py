@@ -64,6 +64,15 @@ def faults(**values: Any) -> list[str]:
             "communication.overlap_param_gather has no effect with num_minibatches * epochs_per_batch = 1",
         ),
         (
+            {
+                "parallel": "d2",
+                "num_minibatches": 2,
+                "lora": {"rank": 4},
+                "communication": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            },
+            "communication.overlap_param_gather must be false with lora, got true",
+        ),
+        (
             {"parallel": "d1t2|ffn:d1t2", "communication": {"overlap_grad_reduce": True}},
             "communication.overlap_grad_reduce has no effect with parallel=d1t2|ffn:d1t2",
         ),

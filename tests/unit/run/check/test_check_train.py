@@ -66,6 +66,10 @@ def faults(architecture: Architecture, *, cuda: bool = True, online: bool = True
             {"recompute": "selective", "recompute_options": {"modules": ["moe_act"]}},
             "train.recompute_options.modules: moe_act needs grouped experts, which need CUDA",
         ),
+        (
+            {"recompute": "selective", "recompute_options": {"modules": ["layernorm"]}},
+            "train.recompute_options.modules: layernorm needs Transformer Engine, which needs CUDA",
+        ),
     ],
 )
 def test_what_needs_cuda_is_refused_on_a_cpu_by_name(train: dict[str, Any], start: str) -> None:
@@ -147,6 +151,11 @@ def test_a_routing_bias_moves_only_where_there_is_one() -> None:
 def test_adapters_leave_no_router_to_freeze() -> None:
     (fault,) = faults(EXPERTS, moe={"freeze_router": True}, lora={})
     assert fault.startswith("train.moe.freeze_router has no effect with train.lora"), fault
+
+
+def test_adapters_leave_no_routing_bias_to_move() -> None:
+    (fault,) = faults(replace(EXPERTS, sigmoid_router=True), moe={"bias_update_rate": 0.001}, lora={})
+    assert fault.startswith("train.moe.bias_update_rate must be 0 with train.lora, got 0.001"), fault
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])

@@ -45,6 +45,7 @@ def test_merged_weights_need_no_adapter_in_engines(dense: list[str]) -> None:
         (["train.lora.modules_to_save=[norm]"], "train.lora.modules_to_save must be [] with weight_sync.lora=adapter"),
         (["weight_sync.transport=reload"], "weight_sync.transport must not be reload with weight_sync.lora=adapter"),
         (["rollout.speculative.method=ngram"], "weight_sync.lora must be merged with rollout.speculative, got adapter"),
+        (["checkpoint.start_from=there"], "checkpoint.start_from must be null with weight_sync.lora=adapter"),
         (["mode=self_test"], "weight_sync.lora must be merged with mode=self_test"),
         (["cluster.device=cuda"], "rollout.sleep_level must be 0 or 1 with weight_sync.lora=adapter, got 2"),
         (["rollout.engine_options.enable_lora=true"], "engine_options must not hold enable_lora"),

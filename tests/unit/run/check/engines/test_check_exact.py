@@ -7,6 +7,7 @@ from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
 EXACT = ["rollout.logprobs=exact", "train.dtype=bfloat16"]
+OVERLAPPED = ["train.communication.overlap_grad_reduce=true", "train.communication.overlap_param_gather=true"]
 
 
 def test_the_embedded_engine_on_a_cpu_can_agree_exactly() -> None:
@@ -21,6 +22,10 @@ def test_the_embedded_engine_on_a_cpu_can_agree_exactly() -> None:
         (["rollout=sglang"], "nobody has shown that rollout.name=sglang and the trainer compute the same"),
         (["train.recompute=full"], "train.recompute must be none with rollout.logprobs=exact, got full"),
         (["train.parallel=p2"], "train.parallel must have no pipeline stages with rollout.logprobs=exact, got p2"),
+        (
+            ["train.parallel=d2", "train.num_minibatches=2", *OVERLAPPED],
+            "train.communication.overlap_param_gather must be false with rollout.logprobs=exact, got true",
+        ),
         (["train.lora.rank=4"], "train.lora must be null with rollout.logprobs=exact"),
         (["rollout.dtype=bfloat16"], "rollout.dtype must be auto or float32 with logprobs=exact, got bfloat16"),
         (["cluster.device=cuda"], "rollout.logprobs must be sampled on CUDA, got exact"),

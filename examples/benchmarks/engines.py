@@ -121,7 +121,7 @@ def run(
     for transport in arguments.syncs:
         sources = BenchmarkSources(model, Parallel.parse("d1"), placement, logs, changes=changes)
         try:
-            outcome["syncs"].append(measure(sources, rollout, transport, speeds))
+            outcome["syncs"].append(measure(sources, rollout, transport, speeds, alone=False))
             changes += outcome["syncs"][-1]["syncs"]
         finally:
             rollout.call(DestinationRank.close)

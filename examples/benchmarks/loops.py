@@ -309,8 +309,9 @@ def make_teacher(config: dict[str, Any], folder: Path, *, device: str) -> Path:
     """Returns `folder` with a model of random weights, which the policy's differ from, in bfloat16."""
     make_model(config, folder, words=config["vocab_size"])
     family = load_family(folder)
-    shapes = family.tensors(family.architecture(read_config(folder)))
-    draw = partial(random_tensor, seed=TEACHER_SEED, device=device)
+    architecture = family.architecture(read_config(folder))
+    shapes, centered = family.tensors(architecture), architecture.zero_centered_norms
+    draw = partial(random_tensor, zero_centered_norms=centered, seed=TEACHER_SEED, device=device)
     write_checkpoint(folder, ((name, draw(name, shape).bfloat16().cpu()) for name, shape in shapes.items()))
     torch.cuda.empty_cache()
     return folder

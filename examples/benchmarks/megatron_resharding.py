@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from weight_sync_parts import MODELS, make_model
+from models_by_size import MODELS, make_model
 
 from rlframe.cluster.config import Device
 from rlframe.megatron.config.parallel import Parallel
@@ -127,7 +127,7 @@ def build(rank: int, layout: str, folder: Path, device: torch.device) -> tuple[A
     config = transformer_config(architecture, TrainConfig(parallel=layout), parallel, device)
     module = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(architecture, config, device),
+        transformer_layer_spec=layer_spec(architecture, config, device, chunk=0),
         vocab_size=padded_vocab_size(architecture, tp=parallel.tp),
         max_sequence_length=architecture.max_positions,
         share_embeddings_and_output_weights=architecture.tie_embeddings,
@@ -142,7 +142,13 @@ def build(rank: int, layout: str, folder: Path, device: torch.device) -> tuple[A
     )
     clear_padding(recorded, parameters)
     for name in recorded.boxes:
-        value = random_tensor(name, recorded.tensors[name], seed=0, device=device.type)
+        value = random_tensor(
+            name,
+            recorded.tensors[name],
+            zero_centered_norms=architecture.zero_centered_norms,
+            seed=0,
+            device=device.type,
+        )
         load_tensor(recorded, parameters, name, value)
     return module, parameters
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -153,9 +154,11 @@ def make_inputs(arguments: argparse.Namespace, folder: Path) -> None:
     """Fill `folder` with what both sides read: a random model in float32, and prompts for every step."""
     source = resolve(ModelConfig(path=arguments.model))
     family = load_family(source)
-    shapes = family.tensors(family.architecture(read_config(source)))
+    architecture = family.architecture(read_config(source))
+    shapes, centered = family.tensors(architecture), architecture.zero_centered_norms
+    draw = partial(random_tensor, zero_centered_norms=centered, seed=0)
     copy_sidecars(source, folder / "model", dtype=torch.float32)
-    write_checkpoint(folder / "model", ((name, random_tensor(name, shape, seed=0)) for name, shape in shapes.items()))
+    write_checkpoint(folder / "model", ((name, draw(name, shape)) for name, shape in shapes.items()))
     lines = []
     generator = random.Random(0)
     for _ in range(arguments.prompts_per_step * (arguments.pairs + 1)):

@@ -66,7 +66,8 @@ class SourceWorker(Worker):
         record_s = time.perf_counter() - begun
         clear_padding(layout, parameters)
         for name in layout.boxes:
-            value = random_tensor(name, layout.tensors[name], seed=0, device="cuda")
+            centered = architecture.zero_centered_norms
+            value = random_tensor(name, layout.tensors[name], zero_centered_norms=centered, seed=0, device="cuda")
             load_tensor(layout, parameters, name, value)
         if lora is not None:
             self.adapters = self.make_adapters(adapter_of(model, lora))

@@ -18,6 +18,7 @@ FILES = {
         "megatron/model/interpreted/swiglu.py",
         "megatron/packed/interpreted/rows.py",
         "rollout/vllm/interpreted/gumbel.py",
+        "rollout/vllm/interpreted/one_pass.py",
         "rollout/vllm/interpreted/shared_prompts.py",
     ),
     "fla": ("megatron/packed/interpreted/delta.py",),

@@ -10,7 +10,9 @@ the request has.
 from copy import copy
 from typing import Any
 
-MARGIN = 2
+from rlframe.rollout.vllm.ahead import STEPS
+
+MARGIN = STEPS
 """Tokens after the beginning of a block in which vLLM is asked as before: full blocks are remembered some steps late,
 when the tokens of the steps in flight are known."""
 RUNNING = {"num_lookahead_tokens"}

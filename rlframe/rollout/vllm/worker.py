@@ -36,6 +36,7 @@ from rlframe.rollout.served.recording import (
 )
 from rlframe.rollout.vllm import drafter
 from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
+from rlframe.rollout.vllm.ahead import look_ahead
 from rlframe.rollout.vllm.drafter import DRAFT, DRAFT_NOTES, DraftNotes
 from rlframe.rollout.vllm.layout import weights
 from rlframe.rollout.vllm.reload import LayerwiseReload
@@ -50,6 +51,8 @@ from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout.memory import MemoryLayout
 
+# vLLM's core and its workers import this module before they count the steps under way.
+look_ahead()
 logger = logging.getLogger(__name__)
 
 LOAD_FORMAT = "rlframe"
@@ -279,6 +282,11 @@ class RankExtension:
         capture: RouteCapture | None = getattr(model, CAPTURE, None)
         self.rlframe_routes = RouteRecord(capture, self.model_runner) if capture is not None else None
         self.rlframe_record = install(self.model_runner, routes=self.rlframe_routes)
+        if self.device.type == "cuda":
+            # It needs Triton, which an engine on a CPU may lack.
+            from rlframe.rollout.vllm.sampling import one_pass
+
+            one_pass.install(self.model_runner)
         self.rlframe_checker = verify.install(self.model_runner)
         notes: LoadNotes = getattr(model, NOTES)
         self.rlframe_drafter = drafter.of_runner(self.model_runner, model)

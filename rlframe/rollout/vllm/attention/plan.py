@@ -75,6 +75,14 @@ def _find_groups(tables, lengths, depths, groups, num_rows, width, halvings, PAG
 
 
 @triton.jit
+def _parts_of(tokens, chunk, PAGE: tl.constexpr):
+    """Returns the numbers of like parts of ranges, and the tokens of one: whole pages, of a full chunk at most."""
+    number = tl.maximum(tl.cdiv(tokens, chunk), 1)
+    size = tl.maximum(tl.cdiv(tl.cdiv(tokens, number), PAGE), 1) * PAGE
+    return tl.cdiv(tokens, size), size
+
+
+@triton.jit
 def _divide(items, first, number, place, rows, begin, end, chunk, slot):
     """Stores `number` items of `chunk` tokens each, the last of which may have fewer."""
     for index in range(0, number):
@@ -99,6 +107,7 @@ def _make_items(
     programs,
     budget,
     ROWS: tl.constexpr,
+    PAGE: tl.constexpr,
     LEAST: tl.constexpr,
     STEP: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
@@ -118,8 +127,8 @@ def _make_items(
     chunk = tl.maximum(tl.cdiv(tokens * heads, programs * PER_PROGRAM), tl.cdiv(tl.sum(shared), budget))
     chunk = tl.maximum(tl.cdiv(chunk, STEP) * STEP, LEAST)
     rows = tl.where(used & (rank % ROWS == 0), tl.minimum(size - rank, ROWS), 0)
-    num_shared = tl.where(rows > 0, tl.cdiv(shared, chunk), 0)
-    num_own = tl.cdiv(own, chunk)
+    num_shared, shared_chunk = _parts_of(tl.where(rows > 0, shared, 0), chunk, PAGE)
+    num_own, own_chunk = _parts_of(own, chunk, PAGE)
     all_shared, all_slots = tl.sum(num_shared), tl.sum(num_shared * rows)
     if me == 0:
         tl.store(count, all_shared + tl.sum(num_own))
@@ -132,11 +141,12 @@ def _make_items(
         tl.store(order + place, me)
     # The tokens that its group shares, if it is the first of up to ROWS of it, and its own tokens.
     first, slot = tl.sum(tl.where(before, num_shared, 0)), tl.sum(tl.where(before, num_shared * rows, 0))
-    _divide(items, first, tl.sum(tl.where(mine, num_shared, 0)), place, my_rows, 0, my_shared, chunk, slot)
+    my_chunk = tl.sum(tl.where(mine, shared_chunk, 0))
+    _divide(items, first, tl.sum(tl.where(mine, num_shared, 0)), place, my_rows, 0, my_shared, my_chunk, slot)
     first = all_shared + tl.sum(tl.where(before, num_own, 0))
     slot = all_slots + tl.sum(tl.where(before, num_own, 0))
-    my_own = tl.sum(tl.where(mine, num_own, 0))
-    _divide(items, first, my_own, place, 1, my_shared, my_length, chunk, slot)
+    my_own, my_chunk = tl.sum(tl.where(mine, num_own, 0)), tl.sum(tl.where(mine, own_chunk, 0))
+    _divide(items, first, my_own, place, 1, my_shared, my_length, my_chunk, slot)
     # Where its results are.
     head = used & (leader == my_leader) & (rank == my_rank - my_rank % ROWS)
     head_row = tl.sum(tl.where(head, each, 0))
@@ -161,7 +171,7 @@ class Tuning:
     """Loads that are under way at the same time."""
 
 
-NARROW, WIDE = Tuning(8, 32, 4, 2), Tuning(3, 64, 4, 3)
+NARROW, WIDE = Tuning(16, 16, 1, 3), Tuning(3, 64, 4, 3)
 """For items of up to 16 queries, and of more. The first is among the fastest of `shared_attention.py --search` in three
 cases on an H200, the second the fastest of ten that were tried by hand on an H100 (2026-11-28)."""
 
@@ -266,6 +276,7 @@ class Plan:
             self.programs,
             SLOTS_PER_ROW * max_rows,
             ROWS=self.rows,
+            PAGE=self.page,
             LEAST=LEAST_CHUNK,
             STEP=CHUNK_STEP,
             PER_PROGRAM=ITEMS_PER_PROGRAM,

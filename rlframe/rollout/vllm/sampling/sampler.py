@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlframe.rollout.vllm.routes import RouteRecord
@@ -222,29 +222,36 @@ def _second(base: Any) -> Any:
                 logits = logits.float()
             result = super().__call__(logits, input_batch, *args, **kwargs)
             if result.logprobs_tensors is not None and len(self.record):
-                self._record(input_batch, result)
+                tokens, logprobs = result.sampled_token_ids[:, 0], result.logprobs_tensors.logprobs[:, 0]
+                record_second(self, input_batch, tokens, logprobs)
+                if not self.wanted[self._rows].any():
+                    result.logprobs_tensors = None
             return result
 
         def sample(self, logits: Tensor, expanded_idx_mapping: Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = super().sample(logits, expanded_idx_mapping, *args, **kwargs)
+            result = self._draw(logits, expanded_idx_mapping, *args, **kwargs)
             # With raw_logprobs and a temperature other than 0 and 1 the base class has worked on a copy, and takes the
             # log-softmax of `logits` after this method. Rows of temperature 0 or 1 are left unchanged.
             if kwargs.get("return_logprobs", True):
                 self.sampling_states.apply_temperature(logits, expanded_idx_mapping, self._rows)
             return result
 
-        def _record(self, input_batch: Any, result: Any) -> None:
-            rows, owners = self.slots[self._rows].T
-            lengths = input_batch.seq_lens_cpu_upper_bound.numpy()[: len(rows)]
-            self.record.add(
-                rows,
-                owners,
-                lengths - self.req_states.prompt_len.np[self._rows],
-                lengths >= input_batch.prefill_len_np,
-                tokens=result.sampled_token_ids[:, 0],
-                logprobs=result.logprobs_tensors.logprobs[:, 0],
-            )
-            if not self.wanted[self._rows].any():
-                result.logprobs_tensors = None
+        def _draw(self, *args: Any, **kwargs: Any) -> Any:
+            return super().sample(*args, **kwargs)
 
     return TemperedSampler
+
+
+def record_second(sampler: Any, input_batch: Any, tokens: Int[Tensor, " B"], logprobs: Float[Tensor, " B"]) -> None:
+    """Records what the sampler of model runner V2 has sampled for the requests of a batch."""
+    slots = input_batch.idx_mapping_np
+    rows, owners = sampler.slots[slots].T
+    lengths = input_batch.seq_lens_cpu_upper_bound.numpy()[: len(rows)]
+    sampler.record.add(
+        rows,
+        owners,
+        lengths - sampler.req_states.prompt_len.np[slots],
+        lengths >= input_batch.prefill_len_np,
+        tokens=tokens,
+        logprobs=logprobs,
+    )

@@ -1,0 +1,33 @@
+"""The number of steps that vLLM schedules before it knows the tokens of the first of them.
+
+vLLM (0.26) has two steps under way: while the device computes one, its core decides on the next. Between the end of a
+step and the launch of the next but one lie the copy of its tokens, two messages, the scheduler, and the preparation of
+the step by the worker: with 256 sequences about as long as a short step computes, and longer at the ends of blocks, so
+that the device waits. With three steps the core is a step further, and the device does not wait for it. A response that
+ends with a stop token has one token more that is sampled and dropped. This file can go when vLLM can be told how many.
+"""
+
+from collections.abc import Callable
+
+STEPS = 3
+"""Steps under way at the same time. vLLM's buffers of a step exist as often (`set_default_max_concurrency`)."""
+
+
+def look_ahead() -> None:
+    """Makes vLLM have `STEPS` steps under way where its model runner V2 schedules ahead, on one GPU or several. Must be
+    called in its core and its workers before they are made."""
+    from vllm.config import VllmConfig
+
+    own: Callable[[VllmConfig], int] | None = vars(VllmConfig)["max_concurrent_batches"].fget
+    assert own is not None, "vLLM 0.26 to 0.32 have this property"
+    if own.__module__ == __name__:
+        return
+
+    def max_concurrent_batches(self: VllmConfig) -> int:
+        """See VllmConfig."""
+        count = own(self)
+        # V2 does not count beyond two with drafts, whose number a step ahead does not know.
+        ahead = count == 2 and self.use_v2_model_runner and self.speculative_config is None
+        return STEPS if ahead and self.device_config.device_type == "cuda" else count
+
+    setattr(VllmConfig, "max_concurrent_batches", property(max_concurrent_batches))

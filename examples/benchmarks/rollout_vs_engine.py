@@ -14,9 +14,9 @@ one after the other:
     async              the requests of `offline` through `AsyncLLM.generate`, which rlframe uses
     rlframe            `VllmEngine.generate`, which returns tokens, logprobs and versions
     rlframe_logprobs   the same with vLLM's own logprobs instead of rlframe's record
-    rlframe_apart      `rlframe` with worker_process
-    rlframe_shared     `rlframe` with share_prompts
-    rlframe_both       `rlframe` with both
+    rlframe_one_process   `rlframe` with worker_process=false
+    rlframe_unshared   `rlframe` with share_prompts=false
+    rlframe_two_steps  `rlframe` with two steps under way, as vLLM has, in place of three
 
 Of each case: seconds of a batch, its tokens per second, milliseconds of a decode step (a batch less one of one token a
 response), and CPU seconds of this process. `ratios` has the speed of each over that of `offline`.
@@ -173,8 +173,10 @@ def offline(config: VllmConfig, *, cuda: bool, **start: Any) -> Callable[[], tup
         set_environment(config, cuda=cuda)
         from vllm import LLM, EngineArgs
 
-        arguments = engine_arguments(config, cuda=cuda, **start)
-        own = {"scheduler_cls": None}
+        # Without what rlframe adds for speed, but for the loader, which makes the weights.
+        alone = replace(config, share_prompts=False, worker_process=False)
+        arguments = engine_arguments(alone, cuda=cuda, **start)
+        own = {"scheduler_cls": None, "additional_config": {}}
         engine = LLM(**{each.name: getattr(arguments, each.name) for each in fields(EngineArgs)} | own)
 
         def close() -> None:
@@ -288,9 +290,9 @@ OURS: dict[str, Callable[[Any], Batch]] = {
     "rlframe_logprobs": through_engine(record=False),
 }
 CHANGED = {
-    "rlframe_apart": {"worker_process": True},
-    "rlframe_shared": {"share_prompts": True},
-    "rlframe_both": {"worker_process": True, "share_prompts": True},
+    "rlframe_one_process": {"worker_process": False},
+    "rlframe_unshared": {"share_prompts": False},
+    "rlframe_two_steps": {"engine_options": {"additional_config": {}}},
 }
 """Settings of engines of their own, by the name of the case."""
 CASES = OFFLINE | OURS | dict.fromkeys(CHANGED, through_engine(record=True))

@@ -11,11 +11,13 @@ from collections.abc import Callable
 
 STEPS = 3
 """Steps under way at the same time. vLLM's buffers of a step exist as often (`set_default_max_concurrency`)."""
+KEY = "rlframe_steps_under_way"
+"""Entry of vLLM's `additional_config`, which the core and its workers read alike. Without it vLLM decides."""
 
 
 def look_ahead() -> None:
-    """Makes vLLM have `STEPS` steps under way where its model runner V2 schedules ahead, on one GPU or several. Must be
-    called in its core and its workers before they are made."""
+    """Makes vLLM have as many steps under way as its configuration says, where model runner V2 schedules ahead. Must be
+    called in the core and its workers before they are made."""
     from vllm.config import VllmConfig
 
     own: Callable[[VllmConfig], int] | None = vars(VllmConfig)["max_concurrent_batches"].fget
@@ -25,9 +27,10 @@ def look_ahead() -> None:
 
     def max_concurrent_batches(self: VllmConfig) -> int:
         """See VllmConfig."""
-        count = own(self)
-        # V2 does not count beyond two with drafts, whose number a step ahead does not know.
+        count, entries = own(self), self.additional_config
+        asked = entries.get(KEY, 0) if isinstance(entries, dict) else 0
+        # Two are vLLM's number where it schedules ahead. With drafts the number of a step's tokens is not known.
         ahead = count == 2 and self.use_v2_model_runner and self.speculative_config is None
-        return STEPS if ahead and self.device_config.device_type == "cuda" else count
+        return max(count, asked) if ahead else count
 
-    setattr(VllmConfig, "max_concurrent_batches", property(max_concurrent_batches))
+    VllmConfig.max_concurrent_batches = property(max_concurrent_batches)  # pyright: ignore[reportAttributeAccessIssue]

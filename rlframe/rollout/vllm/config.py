@@ -121,19 +121,19 @@ class VllmConfig(ServedConfig):
     of them (CUDA, where vLLM chooses FlashAttention). Needs enable_prefix_caching. Same but for rounding. null: on GPUs
     of compute capability 9.0 (H100, H200), where it was measured, unless another setting excludes it."""
 
-    worker_process: bool = False
-    """Whether the worker of a single GPU has a process of its own, as those of several always have. vLLM then decides
-    what comes next while the worker prepares the step before it."""
+    worker_process: bool | None = None
+    """Whether the worker of a single device has a process of its own, as those of several always have. vLLM then
+    decides what comes next while the worker prepares the step before it. null: on a GPU."""
 
     @property
     def reads_shared_once(self) -> bool:
         """See RolloutConfig."""
         return self.share_prompts is not False and not self._reads_all()
 
-    @property
-    def num_worker_processes(self) -> int:
+    def num_worker_processes(self, *, cuda: bool) -> int:
         """Returns the number of processes beside that of vLLM's core."""
-        return self.tp if self.tp > 1 or self.worker_process else 0
+        has_own = cuda if self.worker_process is None else self.worker_process
+        return self.tp if self.tp > 1 or has_own else 0
 
     def __post_init__(self) -> None:
         ServedConfig.__post_init__(self)

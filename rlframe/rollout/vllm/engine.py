@@ -71,8 +71,9 @@ class VllmEngine(ServedEngine, ProfilesItself):
     @classmethod
     def prepare(cls, config: VllmConfig, *, folder: Path, device: str) -> None:
         """Imports vLLM here and in the process of its core, at the same time."""
-        set_environment(config, cuda=device != "cpu")
-        early = early_core(folder, cuda=device != "cpu", num_workers=config.num_worker_processes)
+        cuda = device != "cpu"
+        set_environment(config, cuda=cuda)
+        early = early_core(folder, cuda=cuda, num_workers=config.num_worker_processes(cuda=cuda))
         importlib.import_module("vllm.v1.engine.async_llm")
         register_here(folder)
         VllmEngine._early = early

@@ -20,6 +20,7 @@ from rlframe.rollout.base.speculative import SpeculativeConfig, SpeculativeMetho
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.served.quantized import stated_format
+from rlframe.rollout.vllm import ahead
 from rlframe.rollout.vllm.config import VllmConfig, slot_rank
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.errors import ConfigError
@@ -62,9 +63,8 @@ def set_environment(config: VllmConfig, *, cuda: bool) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Training runs send no usage reports to vLLM's authors.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if not cuda and not config.num_worker_processes:
-        # Otherwise vLLM starts an extra process for a CPU worker, only to bind its threads. On CUDA the worker of a
-        # single device lives in the core's process anyway.
+    if not cuda and not config.num_worker_processes(cuda=cuda):
+        # Otherwise vLLM starts an extra process for a CPU worker, only to bind its threads.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not cuda:
         # vLLM compiles its logprob ranks even in eager mode, which takes 20 s on a CPU at the first request. Setting
@@ -104,7 +104,7 @@ def engine_arguments(
         "tensor_parallel_size": config.tp,
         "enable_expert_parallel": config.expert_parallel,
         # vLLM would choose Ray inside a Ray actor, and create actors of its own.
-        "distributed_executor_backend": "mp" if config.num_worker_processes else "uni",
+        "distributed_executor_backend": "mp" if config.num_worker_processes(cuda=cuda) else "uni",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
@@ -124,7 +124,7 @@ def engine_arguments(
     if not config.compile and not config.enforce_eager:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if cuda else "NONE"}
     if cuda:
-        options |= {"moe_backend": config.moe_backend.value}
+        options |= {"moe_backend": config.moe_backend.value, "additional_config": {ahead.KEY: ahead.STEPS}}
     else:
         # vLLM 0.32 rewinds the random generator after a partial prefill; CPU generators cannot, and the core dies.
         options |= {"enable_chunked_prefill": False}

@@ -12,7 +12,7 @@ from typing import Any
 
 BENCHMARKS = "python examples/benchmarks"
 FOUR, EIGHT = "0,1,2,3", "0,1,2,3,4,5,6,7"
-APART = "--set rlframe:++rollout.worker_process=true"
+ONE_PROCESS = "--set rlframe:++rollout.worker_process=false"
 WIDE = {
     "rlframe": "--set rlframe:++train.max_tokens_per_microbatch=17408 --set rlframe:train.release_memory=false",
     "verl": "--set verl:actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480",
@@ -61,7 +61,12 @@ def tests(name: str, run: str, limit_s: int) -> Job:
     return job(name, f"python -m pytest -o addopts='' -q {run}", limit_s)
 
 
-DRAWS = tests("draws", "tests/gpu/test_seeded_draws_cuda.py tests/gpu/test_router_replay_cuda.py -k 'not sglang'", 200)
+DRAWS = tests(
+    "draws",
+    "tests/gpu/test_one_pass_cuda.py tests/gpu/test_seeded_draws_cuda.py tests/gpu/test_router_replay_cuda.py "
+    "tests/gpu/test_weight_sync_cuda.py -k 'not sglang'",
+    400,
+)
 QUERY_KEY = benchmark("query_key", "query_key.py --search", 90)
 KERNELS = [
     DRAWS,
@@ -73,7 +78,7 @@ KERNELS = [
         300,
     ),
 ]
-OURS = "rlframe rlframe_apart rlframe_shared rlframe_both"
+OURS = "rlframe rlframe_one_process rlframe_unshared rlframe_two_steps"
 ROLLOUT = benchmark("rollout", f"rollout_vs_engine.py qwen3_1p7b --group 8 --repeats 2 --cases offline {OURS}", 300)
 TRAINING = benchmark("training", "train_step.py qwen3_1p7b_equal qwen3_1p7b_tail --profile", 200)
 TAIL = "--workload tail"
@@ -86,34 +91,41 @@ PLANS: dict[str, list[Phase]] = {
     "equal": [
         {
             "0": [side("verl", "verl", 470, warm_up=1)],
-            "1": [side("rlframe_apart", "rlframe", 270, APART)],
-            "2": [side("rlframe", "rlframe", 270), QUERY_KEY],
+            "1": [side("rlframe", "rlframe", 270), QUERY_KEY],
+            "2": [side("rlframe_one_process", "rlframe", 270, ONE_PROCESS)],
             "3": [side("trl", "trl", 250, warm_up=1), ROLLOUT],
         }
     ],
     "tail": [
         {
             "0": [side("verl_tail", "verl", 470, TAIL, warm_up=1)],
-            "1": [side("rlframe_apart_tail", "rlframe", 290, f"{TAIL} {APART}")],
-            "2": [side("rlframe_tail", "rlframe", 290, TAIL)],
+            "1": [side("rlframe_tail", "rlframe", 290, TAIL)],
+            "2": [side("rlframe_one_process_tail", "rlframe", 290, f"{TAIL} {ONE_PROCESS}")],
             "3": [side("trl_tail", "trl", 420, TAIL, warm_up=1)],
         }
     ],
+    # 800 seconds: the first workload on all sides, and the second on two of them.
     "two_h200": [
         {
             "0": [
                 side("verl", "verl", 470, WIDE["verl"], warm_up=1),
-                side("trl", "trl", 250, WIDE["trl"], warm_up=1),
-                side("verl_tail", "verl", 520, TAIL, warm_up=1),
                 side("trl_tail", "trl", 420, TAIL, warm_up=1),
+                DRAWS,
             ],
             "1": [
-                side("rlframe_apart", "rlframe", 270, f"{WIDE['rlframe']} {APART}"),
+                side("trl", "trl", 250, WIDE["trl"], warm_up=1),
                 side("rlframe", "rlframe", 270, WIDE["rlframe"]),
-                side("rlframe_narrow", "rlframe", 270, APART),
-                side("rlframe_apart_tail", "rlframe", 290, f"{TAIL} {WIDE['rlframe']} {APART}"),
-                DRAWS,
+                side("rlframe_tail", "rlframe", 290, f"{TAIL} {WIDE['rlframe']}"),
                 ROLLOUT,
+            ],
+        }
+    ],
+    "two_h200_tail": [
+        {
+            "0": [side("verl_tail", "verl", 520, TAIL, warm_up=1)],
+            "1": [
+                side("trl_tail", "trl", 420, TAIL, warm_up=1),
+                side("rlframe_tail", "rlframe", 290, f"{TAIL} {WIDE['rlframe']}"),
                 TRAINING,
                 QUERY_KEY,
             ],

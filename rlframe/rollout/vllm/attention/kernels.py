@@ -36,8 +36,8 @@ def _add_tokens(
     """Returns greatest scores, sums and weighted values of the queries with `TOKENS` more tokens, from `first` on.
 
     Args:
-        WHOLE: whether all of them are before `end`. Loads with a mask took 92 microseconds to 119 without
-            (`shared_attention.py`, an H200).
+        WHOLE: whether all of them are before `end`, so that nothing is masked. With masks everywhere, and twice the
+            tokens, an H200 took 112 microseconds in place of 89 (`shared_attention.py equal`).
     """
     place = tl.arange(0, TOKENS)
     col = tl.arange(0, SIZE)

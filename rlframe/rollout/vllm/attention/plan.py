@@ -172,8 +172,8 @@ class Tuning:
 
 
 NARROW, WIDE = Tuning(16, 16, 1, 3), Tuning(3, 64, 4, 3)
-"""For items of up to 16 queries, and of more. The first is among the fastest of `shared_attention.py --search` in three
-cases on an H200, the second the fastest of ten that were tried by hand on an H100 (2026-11-28)."""
+"""For items of up to 16 queries, and of more. The first is the fastest of fourteen that were tried on an H200 for 256
+sequences, and a tenth behind the fastest for 64; the second the fastest of ten on an H100 (2026-11-28, by hand)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

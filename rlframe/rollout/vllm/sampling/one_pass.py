@@ -127,7 +127,7 @@ class OnePass:
             input_batch.idx_mapping,
             input_batch.seq_lens[:count],
             stops=self._stops() if forbids else None,
-            divides=((temperatures != 0.0) & (temperatures != 1.0)).any(),
+            divides=bool(((temperatures != 0.0) & (temperatures != 1.0)).any()),
         )
         sampled = lengths >= input_batch.prefill_len_np
         counts = self._all[:count] if sampled.all() else self._upload(sampled)
@@ -160,8 +160,8 @@ class OnePass:
         return Stops(least=bias.min_lens.gpu, counts=bias.num_stop_token_ids.gpu, tokens=bias.stop_token_ids.gpu)
 
     def _upload(self, sampled: Bool[np.ndarray, " B"]) -> Int[Tensor, " B"]:
-        found: Tensor = torch.from_numpy(sampled.astype(np.int32))
-        return found.pin_memory().to(self._all.device, non_blocking=True) if self._all.is_cuda else found
+        found = torch.from_numpy(sampled.astype(np.int32))
+        return (found.pin_memory() if self._all.is_cuda else found).to(self._all.device, non_blocking=True)
 
 
 def draw(
@@ -311,7 +311,8 @@ def _read(
     tl.store(sums + count * parts + at, tl.sum(total * tl.exp(top - base), 0))
     tl.store(sums + 2 * count * parts + at, winner)
     # Of tokens that are alike the first, as everywhere: greedy rows in bfloat16 have such.
-    tl.store(best + at, tl.min(tl.where(greatest == winner, found, vocabulary), 0).to(tl.int64))
+    first = tl.min(tl.where(greatest == winner, found, vocabulary), 0)
+    tl.store(best + at, first.to(tl.int64))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @triton.jit(do_not_specialize=["count", "parts"])

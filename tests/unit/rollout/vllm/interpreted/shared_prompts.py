@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlframe.rollout.vllm.attention import plan as plans
 from rlframe.rollout.vllm.attention.kernels import attend
-from rlframe.rollout.vllm.attention.plan import Plan, rows_of_item
+from rlframe.rollout.vllm.attention.plan import Plan, Tuning, rows_of_item
 
 PAGE, SIZE, HEADS = 4, 16, 2
 
@@ -20,8 +20,9 @@ def tables_of(pages: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in pages], dtype=torch.int32)
 
 
-def plan_of(max_rows: int, *, query_heads: int = HEADS, programs: int = 1) -> Plan:
+def plan_of(max_rows: int, *, query_heads: int = HEADS, programs: int = 1, tokens: int = 16) -> Plan:
     return Plan.of(
+        tuning=Tuning(8, tokens, 1, 1),
         max_rows=max_rows,
         page=PAGE,
         heads=HEADS,
@@ -65,9 +66,13 @@ SHARED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "query_heads", "least"), [(0, 6, 4), (0, 16, 1024), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("case", "query_heads", "least", "tokens"),
+    # As many tokens at once as a page has, half as many, and those of several pages.
+    [(0, 6, 4, 16), (0, 16, 1024, 4), (1, 2, 4, 2), (1, 2, 1024, 8)],
+)
 def test_every_row_attends_to_its_tokens(
-    monkeypatch: pytest.MonkeyPatch, case: int, query_heads: int, least: int
+    monkeypatch: pytest.MonkeyPatch, case: int, query_heads: int, least: int, tokens: int
 ) -> None:
     monkeypatch.setattr(plans, "LEAST_CHUNK", least)
     monkeypatch.setattr(plans, "CHUNK_STEP", 4)
@@ -80,7 +85,7 @@ def test_every_row_attends_to_its_tokens(
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
     k, v = cache.transpose(1, 2).split(SIZE, dim=-1)
     q = torch.randn(len(pages), query_heads, SIZE, generator=generator)
-    plan, out = plan_of(10, query_heads=query_heads), torch.full_like(q, 7.0)
+    plan, out = plan_of(10, query_heads=query_heads, tokens=tokens), torch.full_like(q, 7.0)
     plan.fill(tables, lengths)
     attend(plan, q, k, v, tables, scale=SIZE**-0.5, out=out)
     torch.testing.assert_close(out, expected(q, k, v, tables, lengths, SIZE**-0.5), atol=1e-5, rtol=1e-5)
@@ -103,6 +108,23 @@ def test_shared_tokens_are_read_once() -> None:
     assert groups == [first, second, first, first, second, first]
     assert plan.groups[:6, 1].tolist() == [0, 0, 1, 2, 1, 3]
     assert plan.parts[6:, [2, 4]].eq(0).all(), "rows that are not used have no results"
+
+
+def test_ranges_are_divided_into_like_parts_of_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "LEAST_CHUNK", 16)
+    monkeypatch.setattr(plans, "CHUNK_STEP", 4)
+    lengths = [17, 16, 50, 3, 0]
+    tables = tables_of([[1 + 20 * row + page for page in range(13)] for row in range(len(lengths))])
+    # More programs than there is work for, so that ranges are of the least length.
+    plan = plan_of(len(lengths), programs=8)
+    plan.fill(tables, torch.tensor(lengths, dtype=torch.int32))
+    # By hand: 17 tokens are two parts of 9, which is 12 in whole pages; 50 are four of 13, which is 16.
+    assert plan.items[: int(plan.count), 2:4].tolist() == [
+        *([0, 12], [12, 17]),
+        [0, 16],
+        *([0, 16], [16, 32], [32, 48], [48, 50]),
+        [0, 3],
+    ]  # fmt: skip
 
 
 def test_a_group_is_divided_where_it_has_more_rows_than_an_item(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,19 +130,18 @@ def _make_items(
     num_shared, shared_chunk = _parts_of(tl.where(rows > 0, shared, 0), chunk, PAGE)
     num_own, own_chunk = _parts_of(own, chunk, PAGE)
     all_shared, all_slots = tl.sum(num_shared), tl.sum(num_shared * rows)
-    if me == 0:
-        tl.store(count, all_shared + tl.sum(num_own))
+    tl.store(count, all_shared + tl.sum(num_own), mask=me == 0)
     mine, before = each == me, each < me
     my_leader, my_rank = tl.sum(tl.where(mine, leader, 0)), tl.sum(tl.where(mine, rank, 0))
-    my_shared, my_length = tl.sum(tl.where(mine, shared, 0)), tl.sum(tl.where(mine, length, 0))
-    my_rows = tl.sum(tl.where(mine, rows, 0))
+    my_shared, my_rows = tl.sum(tl.where(mine, shared, 0)), tl.sum(tl.where(mine, rows, 0))
+    my_length = tl.sum(tl.where(mine, length, 0))
     place = tl.sum((used & (leader < my_leader)).to(tl.int32)) + my_rank
     if my_length > 0:
         tl.store(order + place, me)
     # The tokens that its group shares, if it is the first of up to ROWS of it, and its own tokens.
     first, slot = tl.sum(tl.where(before, num_shared, 0)), tl.sum(tl.where(before, num_shared * rows, 0))
-    my_chunk = tl.sum(tl.where(mine, shared_chunk, 0))
-    _divide(items, first, tl.sum(tl.where(mine, num_shared, 0)), place, my_rows, 0, my_shared, my_chunk, slot)
+    number, my_chunk = tl.sum(tl.where(mine, num_shared, 0)), tl.sum(tl.where(mine, shared_chunk, 0))
+    _divide(items, first, number, place, my_rows, 0, my_shared, my_chunk, slot)
     first = all_shared + tl.sum(tl.where(before, num_own, 0))
     slot = all_slots + tl.sum(tl.where(before, num_own, 0))
     my_own, my_chunk = tl.sum(tl.where(mine, num_own, 0)), tl.sum(tl.where(mine, own_chunk, 0))

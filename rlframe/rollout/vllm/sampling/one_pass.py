@@ -193,44 +193,15 @@ def draw(
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
     least, counts, forbidden = (stops.least, stops.counts, stops.tokens) if stops else (slots, slots, slots[:, None])
+    rows = (logits, logits.stride(0), slots, temperatures)
+    results, shape = (sums, best), (count, parts, vocabulary)
+    forbids = (least, counts, forbidden, forbidden.stride(0))
+    sizes = {"LANES": LANES, "BLOCKS": BLOCKS, "num_warps": WARPS}
     _read[(count, parts)](
-        logits,
-        logits.stride(0),
-        slots,
-        lengths,
-        seeds,
-        temperatures,
-        least,
-        counts,
-        forbidden,
-        forbidden.stride(0),
-        sums,
-        best,
-        count,
-        parts,
-        vocabulary,
-        FORBIDS=stops is not None,
-        DIVIDES=divides,
-        LANES=LANES,
-        BLOCKS=BLOCKS,
-        num_warps=WARPS,
+        *rows, lengths, seeds, *forbids, *results, *shape, FORBIDS=stops is not None, DIVIDES=divides, **sizes
     )
-    _choose[(count,)](
-        logits,
-        logits.stride(0),
-        slots,
-        temperatures,
-        sums,
-        best,
-        tokens,
-        logprobs,
-        count,
-        parts,
-        vocabulary,
-        DIVIDES=divides,
-        PARTS=triton.next_power_of_2(parts),
-        num_warps=1,
-    )
+    width = triton.next_power_of_2(parts)
+    _choose[(count,)](*rows, *results, tokens, logprobs, *shape, DIVIDES=divides, PARTS=width, num_warps=1)
     return tokens, logprobs
 
 
@@ -241,14 +212,34 @@ def _divided(logits, token, vocabulary, temperature, DIVIDES: tl.constexpr):
     return found / tl.where(temperature == 0.0, 1.0, temperature) if DIVIDES else found
 
 
+@triton.jit
+def _added(one, two, three, four, top, total):
+    """Returns the greatest logits by lane, and sums of exponentials relative to them, with four tokens more a lane."""
+    new_top = tl.maximum(top, tl.maximum(tl.maximum(one, two), tl.maximum(three, four)))
+    # A lane may have seen no token yet that can be drawn.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    total = total * tl.exp(top - base) + tl.exp(one - base) + tl.exp(two - base)
+    return new_top, total + tl.exp(three - base) + tl.exp(four - base)
+
+
+@triton.jit
+def _compared(logits, bits, token, is_greedy, stops, num_stops, greatest, found):
+    """Returns the greatest sums of logit and noise by lane, and their tokens, with some more tokens."""
+    noisy = logits - tl.where(is_greedy, 0.0, tl.log(_exponential(bits)))
+    for index in range(0, num_stops):
+        noisy = tl.where(token == tl.load(stops + index), float("-inf"), noisy)
+    better = noisy > greatest
+    return tl.where(better, noisy, greatest), tl.where(better, token, found)
+
+
 @triton.jit(do_not_specialize=["count", "parts"])
 def _read(
     logits,
     stride,
     slots,
+    temperatures,
     lengths,
     seeds,
-    temperatures,
     least,
     counts,
     forbidden,
@@ -288,22 +279,12 @@ def _read(
         two = _divided(at, token + LANES, vocabulary, temperature, DIVIDES)
         three = _divided(at, token + 2 * LANES, vocabulary, temperature, DIVIDES)
         four = _divided(at, token + 3 * LANES, vocabulary, temperature, DIVIDES)
-        new_top = tl.maximum(top, tl.maximum(tl.maximum(one, two), tl.maximum(three, four)))
-        # A lane may have seen no token yet that can be drawn.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp(top - base) + tl.exp(one - base) + tl.exp(two - base)
-        total = total + tl.exp(three - base) + tl.exp(four - base)
-        top = new_top
-        for quarter in tl.static_range(4):
-            bits = first if quarter == 0 else second if quarter == 1 else third if quarter == 2 else fourth
-            logit = one if quarter == 0 else two if quarter == 1 else three if quarter == 2 else four
-            noisy = logit - tl.where(is_greedy, 0.0, tl.log(_exponential(bits)))
-            for index in range(0, num_forbidden):
-                stop = tl.load(forbidden + slot * forbidden_stride + index)
-                noisy = tl.where(token + quarter * LANES == stop, float("-inf"), noisy)
-            better = noisy > greatest
-            greatest = tl.where(better, noisy, greatest)
-            found = tl.where(better, token + quarter * LANES, found)
+        top, total = _added(one, two, three, four, top, total)
+        stops = forbidden + slot * forbidden_stride
+        greatest, found = _compared(one, first, token, is_greedy, stops, num_forbidden, greatest, found)
+        greatest, found = _compared(two, second, token + LANES, is_greedy, stops, num_forbidden, greatest, found)
+        greatest, found = _compared(three, third, token + 2 * LANES, is_greedy, stops, num_forbidden, greatest, found)
+        greatest, found = _compared(four, fourth, token + 3 * LANES, is_greedy, stops, num_forbidden, greatest, found)
     winner, whole = tl.max(greatest, 0), tl.max(top, 0)
     base = tl.where(whole == float("-inf"), 0.0, whole)
     at = row * parts + part

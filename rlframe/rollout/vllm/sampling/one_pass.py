@@ -263,6 +263,7 @@ def _read(
     num_forbidden = 0
     if FORBIDS:
         num_forbidden = tl.where(length < tl.load(least + slot), tl.load(counts + slot), 0)
+    at, stops = logits + row * stride, forbidden + slot * forbidden_stride
     lanes = tl.arange(0, LANES)
     none = (lanes * 0).to(tl.uint32)
     top = tl.full((LANES,), float("-inf"), tl.float32)
@@ -274,26 +275,23 @@ def _read(
         counter = (block * LANES + lanes).to(tl.uint32)
         first, second, third, fourth = tl.philox(seed, counter, none + length.to(tl.uint32), none, none)
         token = block * 4 * LANES + lanes
-        at = logits + row * stride
         one = _divided(at, token, vocabulary, temperature, DIVIDES)
         two = _divided(at, token + LANES, vocabulary, temperature, DIVIDES)
         three = _divided(at, token + 2 * LANES, vocabulary, temperature, DIVIDES)
         four = _divided(at, token + 3 * LANES, vocabulary, temperature, DIVIDES)
         top, total = _added(one, two, three, four, top, total)
-        stops = forbidden + slot * forbidden_stride
         greatest, found = _compared(one, first, token, is_greedy, stops, num_forbidden, greatest, found)
         greatest, found = _compared(two, second, token + LANES, is_greedy, stops, num_forbidden, greatest, found)
         greatest, found = _compared(three, third, token + 2 * LANES, is_greedy, stops, num_forbidden, greatest, found)
         greatest, found = _compared(four, fourth, token + 3 * LANES, is_greedy, stops, num_forbidden, greatest, found)
-    winner, whole = tl.max(greatest, 0), tl.max(top, 0)
+    winner, whole, place = tl.max(greatest, 0), tl.max(top, 0), row * parts + part
     base = tl.where(whole == float("-inf"), 0.0, whole)
-    at = row * parts + part
-    tl.store(sums + at, whole)
-    tl.store(sums + count * parts + at, tl.sum(total * tl.exp(top - base), 0))
-    tl.store(sums + 2 * count * parts + at, winner)
+    tl.store(sums + place, whole)
+    tl.store(sums + count * parts + place, tl.sum(total * tl.exp(top - base), 0))
+    tl.store(sums + 2 * count * parts + place, winner)
     # Of tokens that are alike the first, as everywhere: greedy rows in bfloat16 have such.
     first = tl.min(tl.where(greatest == winner, found, vocabulary), 0)
-    tl.store(best + at, first.to(tl.int64))  # pyright: ignore[reportAttributeAccessIssue]
+    tl.store(best + place, first.to(tl.int64))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @triton.jit(do_not_specialize=["count", "parts"])

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlframe.rollout.vllm.attention.plan import Plan, queries_of_item
+from rlframe.rollout.vllm.attention.plan import Plan, Tuning, queries_of_item
 
 
 @triton.jit
@@ -157,6 +157,14 @@ def _join(
     tl.store(out + at[:, None] + col[None, :], result.to(out.dtype.element_ty), mask=used[:, None])
 
 
+def tokens_and_warps(tuning: Tuning, size: int) -> tuple[int, int]:
+    """Returns the tokens that a program reads at once, and its warps, for heads of a dimension. A product takes 16
+    tokens at least."""
+    if size <= 128:
+        return tuning.tokens, tuning.warps
+    return max(tuning.tokens // 2, 16), max(tuning.warps, 4)
+
+
 def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale: float, out: Tensor) -> None:
     """Computes the attention of one query of each sequence to all its tokens.
 
@@ -169,6 +177,7 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
     """
     num_rows, query_heads, size = q.shape
     group, tuning = query_heads // plan.heads, plan.tuning
+    tokens, warps = tokens_and_warps(tuning, size)
     assert k.stride() == v.stride() and k.stride(-1) == q.stride(-1) == out.stride(-1) == 1, "keys beside values"
     _attend[(plan.programs,)](
         q,
@@ -193,10 +202,9 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         PAGE=plan.page,
         QUERIES=queries_of_item(group),
         SIZE=size,
-        # A product takes 16 tokens at least.
-        TOKENS=tuning.tokens if size <= 128 else max(tuning.tokens // 2, 16),
+        TOKENS=tokens,
         num_stages=tuning.stages,
-        num_warps=tuning.warps if size <= 128 else max(tuning.warps, 4),
+        num_warps=warps,
     )
     _join[(num_rows, plan.heads)](
         plan.partial,

@@ -290,8 +290,8 @@ def _read(
     tl.store(sums + count * parts + place, tl.sum(total * tl.exp(top - base), 0))
     tl.store(sums + 2 * count * parts + place, winner)
     # Of tokens that are alike the first, as everywhere: greedy rows in bfloat16 have such.
-    first = tl.min(tl.where(greatest == winner, found, vocabulary), 0)
-    tl.store(best + place, first.to(tl.int64))  # pyright: ignore[reportAttributeAccessIssue]
+    earliest = tl.min(tl.where(greatest == winner, found, vocabulary), 0)
+    tl.store(best + place, earliest.to(tl.int64))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @triton.jit(do_not_specialize=["count", "parts"])

@@ -1,0 +1,57 @@
+"""Kernels of an engine's decode steps, compiled for Hopper without a GPU: Triton brings NVIDIA's assembler."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+ROWS = {"slots": "*i32", "temperatures": "*fp32", "lengths": "*i32", "seeds": "*i64", "least": "*i32", "counts": "*i32"}
+RESULTS = {"forbidden": "*i32", "sums": "*fp32", "best": "*i64", "tokens": "*i64", "logprobs": "*fp32"}
+PLAN = {"tables": "*i32", "order": "*i32", "items": "*i32", "count": "*i32", "partial": "*fp32", "logsumexps": "*fp32"}
+HALVES = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "scale": "fp32"}
+
+
+def compiled(module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+    """The kernel for compute capability 9.0. Arguments that have no type are int32."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(importlib.import_module(f"rlframe.rollout.vllm.{module}"), kernel)
+    kinds = {name: types.get(name, "constexpr" if name in constants else "i32") for name in function.arg_names}
+    values = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    target = GPUTarget("cuda", 90, 32)
+    return triton.compile(ASTSource(function, kinds, values), target=target, options=options)
+
+
+@pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("forbids", [False, True])
+@pytest.mark.parametrize("divides", [False, True])
+def test_one_pass(logits: str, forbids: bool, divides: bool) -> None:
+    types = ROWS | RESULTS | {"logits": logits}
+    sizes = {"LANES": 512, "BLOCKS": 4}
+    read = compiled("sampling.one_pass", "_read", types, sizes | {"FORBIDS": forbids, "DIVIDES": divides}, num_warps=4)
+    assert read.asm["cubin"]
+    chosen = compiled("sampling.one_pass", "_choose", types, {"DIVIDES": divides, "PARTS": 32}, num_warps=1)
+    assert chosen.asm["cubin"]
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(("group", "queries"), [(2, 16), (8, 64)])
+def test_shared_attention(size: int, group: int, queries: int) -> None:
+    from rlframe.rollout.vllm.attention.kernels import tokens_and_warps
+    from rlframe.rollout.vllm.attention.plan import NARROW, WIDE
+
+    tuning = NARROW if queries == 16 else WIDE
+    tokens, warps = tokens_and_warps(tuning, size)
+    constants = {"GROUP": group, "PAGE": 16, "QUERIES": queries, "SIZE": size, "TOKENS": tokens}
+    found = compiled(
+        "attention.kernels", "_attend", PLAN | HALVES, constants, num_warps=warps, num_stages=tuning.stages
+    )
+    # A processor of an H200 has 227 KiB of shared memory for a program.
+    assert found.asm["cubin"] and found.metadata.shared <= 227 << 10

@@ -65,6 +65,11 @@ class ServedConfig(RolloutConfig):
     """Further arguments of the engine, under the engine's own names. Those that another setting sets are refused, and
     those with which samples or weight sync would be wrong."""
 
+    @property
+    def prepares_apart(self) -> bool:
+        """Returns whether a process of its own prepares the steps of a single device that the engine's decides on."""
+        return False
+
     def __post_init__(self) -> None:
         # dataclass(slots=True) creates a new class, which breaks zero-argument super().
         RolloutConfig.__post_init__(self)

@@ -130,6 +130,11 @@ class VllmConfig(ServedConfig):
         """See RolloutConfig."""
         return self.share_prompts is not False and not self._reads_all()
 
+    @property
+    def prepares_apart(self) -> bool:
+        """See ServedConfig. Not asked on a CPU."""
+        return self.worker_process is not False
+
     def num_worker_processes(self, *, cuda: bool) -> int:
         """Returns the number of processes beside that of vLLM's core."""
         has_own = cuda if self.worker_process is None else self.worker_process

@@ -340,9 +340,9 @@ def scheduling_s(memory: EngineMemory) -> float:
     """Returns the seconds for each sequence of a decode step in which an engine's process decides what comes next."""
     if not isinstance(memory.config, ServedConfig):
         return 0.0
-    return (
-        constants.DECODE_SEQUENCE_S if memory.config.devices_per_engine == 1 else constants.DECODE_SEQUENCE_OF_RANKS_S
-    )
+    if memory.config.devices_per_engine > 1:
+        return constants.DECODE_SEQUENCE_OF_RANKS_S
+    return constants.DECODE_SEQUENCE_APART_S if memory.config.prepares_apart else constants.DECODE_SEQUENCE_S
 
 
 def prompt_read(memory: EngineMemory, responses: Responses) -> float:

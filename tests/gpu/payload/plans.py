@@ -14,14 +14,16 @@ BENCHMARKS = "python examples/benchmarks"
 FOUR, EIGHT = "0,1,2,3", "0,1,2,3,4,5,6,7"
 ONE_PROCESS = "--set rlframe:++rollout.worker_process=false"
 WIDE = {
-    "rlframe": "--set rlframe:++train.max_tokens_per_microbatch=17408 --set rlframe:train.release_memory=false",
+    "rlframe": "--set rlframe:++train.max_tokens_per_microbatch=17408 --set rlframe:train.release_memory=false "
+    "--set rlframe:++rollout.sleep_level=0",
     "verl": "--set verl:actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480",
     "trl": " ".join(
         f"--set trl:{key}=16"
         for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
-    ),
+    )
+    + " --set trl:vllm_enable_sleep_mode=false",
 }
-"""Micro-batches of twice the tokens, for GPUs of 141 GB."""
+"""Micro-batches of twice the tokens, and vLLM awake where it fits beside them, for GPUs of 141 GB."""
 Job = dict[str, Any]
 Phase = dict[str, list[Job]]
 """Jobs by the GPUs of their lane."""

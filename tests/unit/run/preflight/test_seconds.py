@@ -38,8 +38,13 @@ def test_a_decode_step_of_one_request_reads_every_weight_once(tmp_path: Path) ->
 
 def test_a_decode_step_of_many_short_requests_waits_for_the_engines_process(tmp_path: Path) -> None:
     many = Responses(sequences=512, prompt_tokens=0, tokens=100, longest=100)
-    for tp, each in ((1, 30e-6), (4, 45e-6)):
-        found = planned(tmp_path / "a", QWEN3_4B, f"rollout.tp={tp}", "rollout.max_num_seqs=512")
+    cases = (
+        ("rollout.tp=1", "+rollout.worker_process=false", 30e-6),
+        ("rollout.tp=1", "+rollout.worker_process=null", 16e-6),
+        ("rollout.tp=4", "+rollout.worker_process=null", 45e-6),
+    )
+    for tp, apart, each in cases:
+        found = planned(tmp_path / "a", QWEN3_4B, tp, apart, "rollout.max_num_seqs=512")
         engine, speeds = found.engine, found.accelerator.speeds
         assert engine is not None and speeds is not None
         assert seconds.generation(engine, speeds, many, 0.0) == pytest.approx(100 * 512 * each)

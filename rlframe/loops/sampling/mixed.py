@@ -156,9 +156,20 @@ class TeacherResponses:
 
 
 def responses(
-    config: DataConfig, prompts: PromptSource, *, tokenizer: PreTrainedTokenizerBase, seed: int, max_tokens: int
+    config: DataConfig,
+    prompts: PromptSource,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    max_tokens: int,
+    max_positions: int | None = None,
 ) -> dict[str, Tokens]:
     """Returns the data's response to every prompt of `prompts`, with the prompt, by the prompt's id.
+
+    Args:
+        max_tokens: most tokens of a forward pass.
+        max_positions: most tokens of a sequence of the model. A model with rotary positions would compute further ones,
+            which it has never learnt.
 
     Raises:
         DataError: a record does not end with the assistant, or is too long with its response.
@@ -175,10 +186,12 @@ def responses(
         )
         for prompt in prompts.first(len(prompts))
     }
-    if long := [name for name, example in examples.items() if len(example.token_ids) > max_tokens]:
+    most, limit, hint = max_tokens, "train.max_tokens_per_microbatch", "raise the limit, or remove them from the data"
+    if max_positions is not None and max_positions < max_tokens:
+        most, limit, hint = max_positions, "the model's positions", "remove them from the data, or shorten them"
+    if long := [name for name, example in examples.items() if len(example.token_ids) > most]:
         raise DataError(
-            f"{config.what}: expected every prompt with its response in at most {max_tokens} tokens "
-            f"(train.max_tokens_per_microbatch), found {len(long)} longer ones, such as {long[0]}; raise "
-            "the limit, or remove them from the data"
+            f"{config.what}: expected every prompt with its response in at most {most} tokens ({limit}), found "
+            f"{len(long)} longer ones, such as {long[0]}; {hint}"
         )
     return examples

@@ -19,6 +19,7 @@ from rlframe.loops.sampling.base import Sampler
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.loops.sampling.mixed import DataResponses, MixedSampler, ResponseSource, TeacherResponses, responses
 from rlframe.loops.sampling.scoring import Scorer
+from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.rollout.fleet.teacher import TeacherEngines
 from rlframe.run.compose import models
 from rlframe.run.compose.parts import Parts
@@ -29,8 +30,15 @@ def given_responses(parts: Parts, prompts: PromptSource) -> Mapping[str, Tokens]
     config, sampling = parts.config, parts.requirements.sampling
     if not isinstance(sampling, GivenResponses) or sampling.writer is not Writer.DATA:
         return {}
-    limit = config.train.sequence_tokens
-    return responses(config.data, prompts, tokenizer=parts.tokenizer, seed=config.seed, max_tokens=limit)
+    folder = resolve(config.model)
+    return responses(
+        config.data,
+        prompts,
+        tokenizer=parts.tokenizer,
+        seed=config.seed,
+        max_tokens=config.train.sequence_tokens,
+        max_positions=load_family(folder).architecture(read_config(folder)).max_positions,
+    )
 
 
 def sampler(

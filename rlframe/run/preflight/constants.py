@@ -78,9 +78,9 @@ DECODE_LAYER_S = 54e-6
 """Seconds of a decode step for each layer that no byte explains: vLLM in engines_qwen3_4b, one request alone."""
 DECODE_SEQUENCE_S, DECODE_SEQUENCE_APART_S, DECODE_SEQUENCE_OF_RANKS_S = 30e-6, 16e-6, 45e-6
 """Seconds of a decode step for each of its sequences in which an engine's process decides what comes next, which the
-device waits for if its own part is shorter. One device: rollout_vs_engine_qwen3_1p7b, 7.6 ms for 256. One device with a
-process that prepares the steps: 4.2 ms for 256, in docs/engines.md. Several, whose processes are told: grpo_30b_ep4_h200,
-23 ms for 512."""
+device waits for if its own part is shorter. One device: rollout_vs_engine_qwen3_1p7b, 7.6 ms for 256. One device with
+a process that prepares the steps: 4.2 ms for 256, in docs/engines.md. Several, whose processes are told:
+grpo_30b_ep4_h200, 23 ms for 512."""
 L2_BYTES = 50_000_000
 """The cache between the device's memory and its processors: data sheets of H100 and H200."""
 PREFILL_EFFICIENCY = 0.62

@@ -120,7 +120,9 @@ def test_a_batch_that_does_not_get_full_has_whole_minibatches(
 def test_a_prompt_whose_response_is_too_long_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
     prompts = PromptSource(CONFIG, tokenizer=tokenizer, seed=0)
     with pytest.raises(DataError, match=r"in at most 5 tokens .* found 40 longer ones, such as \d+[+-]\d+="):
-        responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=5)
+        responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=5, max_positions=64)
+    with pytest.raises(DataError, match=r"in at most 5 tokens \(the model's positions\), found 40 longer ones"):
+        responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=64, max_positions=5)
 
 
 def test_a_response_of_weight_zero_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

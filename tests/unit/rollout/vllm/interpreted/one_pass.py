@@ -1,6 +1,7 @@
 """Tokens and logprobs of one pass through Triton's interpreter, which tests/multiprocess/test_interpreted.py runs."""
 
 import math
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import triton
 import triton.language as tl
 
 from rlframe.rollout.vllm.sampling import one_pass
+from rlframe.rollout.vllm.sampling import sampler as tempered
 from rlframe.rollout.vllm.sampling.gumbel import _exponential
-from rlframe.rollout.vllm.sampling.one_pass import OnePass, Stops, draw
+from rlframe.rollout.vllm.sampling.one_pass import OnePass, Stops, draw, install
 
 LANES, BLOCKS = 16, 2
 """Small ones: the interpreter takes as long for each."""
@@ -135,9 +137,15 @@ def vllm_sampler() -> Any:
     return SimpleNamespace(sampling_states=states, logit_bias_state=bias)
 
 
-def test_a_step_of_vllm(monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor) -> None:
+@pytest.fixture
+def outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place of vLLM's SamplerOutput, whose module needs a GPU."""
     output = SimpleNamespace(SamplerOutput=SimpleNamespace)
-    monkeypatch.setitem(__import__("sys").modules, "vllm.v1.worker.gpu.sample.output", output)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.sample.output", output)
+
+
+@pytest.mark.usefixtures("outputs")
+def test_a_step_of_vllm(logits: torch.Tensor) -> None:
     one = OnePass(vllm_sampler(), dtype=torch.float32, device=torch.device("cpu"))
     logits[1, 5] = 90.0
     batch = SimpleNamespace(
@@ -158,3 +166,86 @@ def test_a_step_of_vllm(monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor) -
     batch.seq_lens_cpu_upper_bound = batch.seq_lens = torch.cat([LENGTHS + 2, torch.zeros(4, dtype=torch.int64)])
     result, _ = one.sample(logits, batch)
     assert result.sampled_token_ids[1].tolist() == [5] and result.num_sampled.tolist() == [1] * 4
+
+
+class Sampler:
+    """vLLM's sampler where it is not replaced: it draws by `sample`, and gives no logprobs."""
+
+    def __init__(self) -> None:
+        vars(self).update(vars(vllm_sampler()))
+        self.sampling_states.num_logprobs = np.full(4, -1)
+        self.sampling_states.apply_temperature = lambda *_: None
+        # Every row samples its first token.
+        prompts = np.zeros(4, dtype=np.int64)
+        prompts[SLOTS] = LENGTHS
+        self.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=prompts))
+
+    def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
+        """Takes the values of a request, which `vllm_sampler` has."""
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
+        slots, places = input_batch.idx_mapping, input_batch.seq_lens[: len(logits)] - 1
+        tokens, _ = self.sample(logits, slots, input_batch.idx_mapping_np, places)
+        return SimpleNamespace(sampled_token_ids=tokens[:, None], logprobs_tensors=None)
+
+    def apply_sampling_params(self, logits: torch.Tensor, slots: torch.Tensor, *_: Any) -> torch.Tensor:
+        temperatures = TEMPERATURES[slots][:, None]
+        return logits / torch.where(temperatures == 0, 1.0, temperatures)
+
+    def sample(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the noise is rlframe's")
+
+
+def parameters(record: str = "", **changes: Any) -> Any:
+    """vLLM's SamplingParams of a plain request, but for `changes`."""
+    usual: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    none = ("allowed_token_ids", "logit_bias", "bad_words", "logprobs", "logprob_token_ids")
+    usual |= {"presence_penalty": 0.0, "frequency_penalty": 0.0} | dict.fromkeys(none)
+    return SimpleNamespace(**usual | changes, extra_args={tempered.RECORD: record} if record else None)
+
+
+@pytest.mark.usefixtures("outputs")
+def test_a_request_has_its_tokens_and_record_in_any_company(logits: torch.Tensor) -> None:
+    runner = SimpleNamespace(sampler=Sampler(), max_num_reqs=4, dtype=torch.float32, device=torch.device("cpu"))
+    record = tempered.install(runner)
+    install(runner)
+    assert record is not None
+    one: Any = runner.sampler
+    for slot in range(4):
+        one.add_request(slot, 3, parameters(record=f"request {slot}"))
+    batch = SimpleNamespace(
+        idx_mapping=SLOTS,
+        idx_mapping_np=SLOTS.numpy(),
+        seq_lens=LENGTHS,
+        seq_lens_cpu_upper_bound=LENGTHS,
+        prefill_len_np=np.full(4, 3),
+    )
+    tokens = one(logits, batch).sampled_token_ids[:, 0].tolist()
+    # With a request that asks for more the whole step is vLLM's, but for the noise.
+    one.add_request(1, 3, parameters(top_p=0.9))
+    assert one(logits, batch).sampled_token_ids[:, 0].tolist() == tokens
+    for row, slot in ((0, 2), (2, 3)):
+        found, logprobs = record.take(f"request {slot}", 9)
+        token, logprob = expected(logits[row], row)
+        assert found.tolist() == [token] == [tokens[row]]
+        assert logprobs.tolist() == pytest.approx([logprob], abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_k": 20},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"allowed_token_ids": [1]},
+        {"logit_bias": {1: 2.0}},
+        {"bad_words": ["a"]},
+        {"logprobs": 0},
+        {"logprob_token_ids": [1]},
+    ],
+)
+def test_a_request_that_asks_for_more_is_not_plain(changes: dict[str, Any]) -> None:
+    assert one_pass.is_plain(parameters()) and not one_pass.is_plain(parameters(**changes))

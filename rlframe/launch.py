@@ -27,16 +27,17 @@ from rlframe.config.load import (
     refusal,
     to_values,
 )
-from rlframe.config.sweep import Job
+from rlframe.config.sweep import Job, checked_first
 from rlframe.loops.reporting.starting import awaited
-from rlframe.loops.stop import Stop
+from rlframe.loops.stop import Stop, Stopped
 from rlframe.run import forks
 from rlframe.run.settings import help
 from rlframe.run.settings.completion import Completion, words_of
-from rlframe.utils.errors import ConfigError, RlframeError, UsageError
+from rlframe.utils.errors import ConfigError, RlframeError, SweepError, UsageError
 from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
 from rlframe.utils.process import garbage, telling
+from rlframe.utils.process.telling import importing
 from rlframe.utils.secrets import hidden
 from rlframe.utils.text import PrintableFormatter, printable
 
@@ -62,11 +63,19 @@ def main() -> None:
             return
         begin_logging()
         sys.argv[1:] = command_line(sys.argv[1:], default_name=DEFAULT_NAME)
-        launch()
-    except (*REFUSALS, ConfigError, UsageError) as error:
-        # A missing configuration or choice, or an unreadable override, found during composition.
+        with checked_first(refused):
+            launch()
+    except (*REFUSALS, ConfigError, UsageError, SweepError) as error:
+        # A missing configuration or choice, or an unreadable override, found during composition; or a wrong run of a
+        # sweep.
+        telling.end()
         tell(error if isinstance(error, RlframeError) else refusal(error))
         sys.exit(2)
+    except Stopped as stopped:
+        # By a signal between the jobs of a sweep, or while they are checked.
+        telling.end()
+        sys.stderr.write(f"{stopped}\n")
+        sys.exit(stopped.code)
 
 
 def begin_logging() -> None:
@@ -186,6 +195,24 @@ def launch(composed: DictConfig) -> Job:
         if HydraConfig.get().mode is not RunMode.MULTIRUN:
             sys.exit(job.code)
     return job
+
+
+def refused(composed: DictConfig) -> RlframeError | None:
+    """Returns why a job of a sweep would be refused, and starts nothing. None if it would not."""
+    garbage.hold()
+    stop = Stop()
+    stop.outside_steps = "during the checks of a sweep, before any of the checked runs began"
+    stop.listen()
+    telling.begin()
+    number = HydraConfig.get().job.num
+    telling.tell(lambda: importing() or f"checks of run {number}, before the first run of the sweep begins")
+    try:
+        from rlframe.run.folder import compare, dated  # noqa: PLC0415 - as in launch
+
+        compare(dated(prepare(composed)))
+    except RlframeError as error:
+        return error
+    return None
 
 
 def tell(error: BaseException) -> None:

@@ -1,16 +1,24 @@
-"""Sweeps: collects the results of each job of a run with `-m`, and prints them as a table at the end."""
+"""Sweeps: checks all jobs of a run with `-m` before the first one begins, and prints the results of all as a table at
+the end."""
 
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.core_plugins import basic_launcher
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
+from rlframe.utils.errors import RlframeError, SweepError
 from rlframe.utils.process.age import program_began
 
 
@@ -21,7 +29,7 @@ class Job:
     overrides: list[str]
     """The user's overrides, each in full: `key=value`."""
     started: float
-    """Its beginning, of `time.monotonic`. The first one began with the program."""
+    """Its beginning, of `time.monotonic`. A run of its own began with the program."""
     output: str = ""
     """The run's folder. Empty if the job was refused."""
     results: dict[str, float] = field(default_factory=dict)
@@ -34,9 +42,9 @@ class Job:
     def begin(cls) -> "Job":
         """Returns the job that Hydra has just started."""
         hydra = HydraConfig.get()
-        overrides = [override.lstrip("+") for override in hydra.overrides.task]
-        is_first = hydra.mode is not RunMode.MULTIRUN or hydra.job.num == 0
-        return cls(overrides=overrides, started=program_began() if is_first else time.monotonic())
+        # Before the first job of a sweep all jobs are checked, which takes none of its own time.
+        started = time.monotonic() if hydra.mode is RunMode.MULTIRUN else program_began()
+        return cls(overrides=as_written(hydra.overrides.task), started=started)
 
     def end(self, results: dict[str, float], *, code: int = 0) -> None:
         """Records the results of a loop."""
@@ -68,11 +76,88 @@ class Table(Callback):
             sys.exit(code)
 
 
+@contextmanager
+def checked_first(check: Callable[[DictConfig], RlframeError | None]) -> Iterator[None]:
+    """Has all jobs that Hydra starts here, one after the other, checked before the first one begins: those of a sweep,
+    or of each batch where its sweeper makes several, as one does that chooses by results.
+
+    Other launchers, which start all jobs at once and maybe on other machines, leave the check to the jobs.
+
+    Args:
+        check: returns why a job would be refused. It is called as a job is.
+
+    Raises:
+        SweepError: a job is refused. None of its batch has begun; the table of earlier batches is printed.
+    """
+    # Hydra 1.3 executes the module of its launcher once more when it looks for plugins.
+    Plugins.instance()
+    ours = basic_launcher.BasicLauncher
+    launch = ours.launch
+    ended: list[Job] = []
+
+    # Hydra has no callback for a batch, which every sweeper gives to its launcher.
+    def launch_checked(
+        self: basic_launcher.BasicLauncher, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        checking, context = copy(self), self.hydra_context
+        assert context
+        checking.task_function, checking.hydra_context = check, HydraContext(context.config_loader, Callbacks())
+        # Hydra's log would say that it starts them.
+        basic_launcher.log.disabled = True
+        try:
+            looks = launch(checking, job_overrides, initial_job_idx)
+        finally:
+            basic_launcher.log.disabled = False
+        if any(look.return_value for look in looks):
+            if ended:
+                sys.stdout.write(table(ended) + "\n")
+            raise SweepError(refusals(looks, first=initial_job_idx))
+        returns = launch(self, job_overrides, initial_job_idx)
+        ended.extend(job for each in returns if isinstance(job := each.return_value, Job))
+        return returns
+
+    ours.launch = launch_checked
+    try:
+        yield
+    finally:
+        ours.launch = launch
+
+
+def refusals(looks: Sequence[JobReturn], *, first: int) -> str:
+    """Returns a text with the jobs that are refused, together where the reason is the same.
+
+    Args:
+        looks: what the check of each job of a batch has returned.
+        first: number of the first one.
+    """
+    runs = [as_written(look.overrides or []) for look in looks]
+    shared = shared_by(runs)
+    names: dict[str, list[str]] = {}
+    for number, (look, run) in enumerate(zip(looks, runs, strict=True), first):
+        if look.return_value:
+            own = " ".join(one for one in run if one not in shared)
+            names.setdefault(str(look.return_value), []).append(f"run {number}: {own}")
+    count = sum(map(len, names.values()))
+    lines = [f"{count} of {len(runs)} runs {'is' if count == 1 else 'are'} refused, so that none of them begins"]
+    lines += [line for reason, refused in names.items() for line in (*refused, reason)]
+    return "\n".join(lines + _all_with(shared))
+
+
+def as_written(overrides: Sequence[str]) -> list[str]:
+    """Returns overrides in Hydra's grammar as users write them."""
+    return [override.lstrip("+") for override in overrides]
+
+
+def shared_by(runs: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the overrides that all runs have. Of a single run everything is its own."""
+    return [one for one in runs[0] if all(one in run for run in runs)] if runs[1:] else []
+
+
 def table(jobs: list[Job]) -> str:
     """Returns one line for each job: the overrides that not all jobs share, final held-out means or loss, seconds and
     folder. Below them are the overrides that all jobs share."""
     names = list(dict.fromkeys(name for job in jobs for name in job.results))
-    shared = [one for one in jobs[0].overrides if all(one in job.overrides for job in jobs)] if jobs[1:] else []
+    shared = shared_by([job.overrides for job in jobs])
     rows = [["overrides", *names, "seconds", "output"]]
     for job in jobs:
         own = " ".join(one for one in job.overrides if one not in shared)
@@ -81,4 +166,8 @@ def table(jobs: list[Job]) -> str:
         rows.append([own, *values, f"{job.seconds:.1f}", f"{where} (failed)" if job.code == 1 else where])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines + (["all with " + " ".join(shared)] if shared else []))
+    return "\n".join(lines + _all_with(shared))
+
+
+def _all_with(shared: list[str]) -> list[str]:
+    return ["all with " + " ".join(shared)] if shared else []

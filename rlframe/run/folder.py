@@ -13,7 +13,7 @@ import yaml
 
 from rlframe.data.text.template import day_read
 from rlframe.loops.report.files import read_yaml
-from rlframe.loops.saving.manifest import claim_owner, named_checkpoints, step_of
+from rlframe.loops.saving.manifest import claim_owner, find_owner, named_checkpoints, step_of
 from rlframe.megatron.config.optimizer import Schedule
 from rlframe.models import tokenizer
 from rlframe.models.hub import resolve
@@ -96,8 +96,7 @@ def claim(run: RunConfig, overrides: Sequence[str] | None = None) -> FolderLock:
     folder = run.folder
     try:
         with writing(folder):
-            if folder.exists() and not folder.is_dir():
-                raise ConfigError([Fault("output", "must be a folder", got=f"the file {folder}")])
+            _refuse_a_file(folder)
             folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder)
         try:
@@ -112,15 +111,37 @@ def claim(run: RunConfig, overrides: Sequence[str] | None = None) -> FolderLock:
     return lock
 
 
+def compare(run: RunConfig) -> None:
+    """Refuses a folder that belongs to another configuration, as `claim` does, but writes nothing.
+
+    Raises:
+        ConfigError: see `claim`.
+    """
+    try:
+        _refuse_a_file(run.folder)
+        find_owner(run.folder, _compared(run.folder, without_secrets(as_dict(run))))
+    except CheckpointError as error:
+        raise ConfigError([Fault("output", said=error)]) from error
+
+
+def _refuse_a_file(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError([Fault("output", "must be a folder", got=f"the file {folder}")])
+
+
 def _settle(folder: Path, plain: dict[str, Any]) -> None:
     """Writes the configuration into the folder, or compares it with the one that is there."""
+    claim_owner(folder, _compared(folder, plain))
+    write_whole(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False).encode())
+
+
+def _compared(folder: Path, plain: dict[str, Any]) -> str:
+    """Returns the digest of a configuration after comparing it with the one that is in the folder."""
     file = folder / "config.yaml"
     if file.exists():
         _refuse_another_run(file, plain)
     fixed = {key: value for key, value in flat(plain).items() if not _free(key) and key not in _decays()}
-    digest = hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
-    claim_owner(folder, digest)
-    write_whole(file, yaml.safe_dump(plain, sort_keys=False).encode())
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _refuse_another_run(file: Path, plain: dict[str, Any]) -> None:

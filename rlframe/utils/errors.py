@@ -39,6 +39,10 @@ class UsageError(RlframeError, ValueError):
     """A word of the command line that names nothing. The message has the nearest name."""
 
 
+class SweepError(RlframeError, ValueError):
+    """Runs of a sweep that are refused before any of them begins. The message names each with its faults."""
+
+
 class DataError(RlframeError, ValueError):
     """A dataset that is missing, empty or malformed. The message names the file, the line and the expected form."""
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlframe.launch import tool_of
+from rlframe.run.folder import claim
+from rlframe.run.load import load
 from rlframe.utils.errors import UsageError
 from tests.multiprocess.door import rlframe
 
@@ -38,17 +40,27 @@ def test_cfg_job_shows_the_composition(tmp_path: Path) -> None:
     assert "steps: 7\n" in done.stdout and "algorithm:\n  name: sft\n" in done.stdout
 
 
-def test_a_sweep_goes_on_past_a_refused_job_and_ends_in_a_table(tmp_path: Path) -> None:
-    done = rlframe(tmp_path, "-m", "algorithm=grpo,rloo", "algorithm.group_size=1", "train.lr=1e-6,3e-6")
+def test_a_sweep_with_a_wrong_run_is_refused_before_the_first_begins(tmp_path: Path) -> None:
+    sweep = ["-m", "--config-name", "sft_qwen3_moe_tiny", "train.lr=1e-6,-1", "steps=2"]
+    done = rlframe(tmp_path, *sweep, "output=runs")
     assert done.returncode == 2
-    assert "at least 2 for grpo" in done.stderr and "at least 2 for rloo" in done.stderr
-    head, *rows, shared = done.stdout.splitlines()
-    assert head.split() == ["overrides", "seconds", "output"]
-    assert [row.split()[:2] for row in rows] == [
-        [f"algorithm={name}", f"train.optimizer.lr={lr}"] for name in ("grpo", "rloo") for lr in ("1e-06", "3e-06")
-    ]
-    assert shared == "all with algorithm.group_size=1"
-    assert all(row.endswith("refused") for row in rows)
+    assert done.stdout == ""
+    assert done.stderr.endswith(
+        "1 of 2 runs is refused, so that none of them begins\n"
+        "run 1: train.optimizer.lr=-1\n"
+        "the configuration has 1 fault:\n"
+        "  - train.optimizer.lr must be above 0, got -1.0\n"
+        "all with steps=2 output=runs\n"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_sweep_whose_folders_hold_other_runs_is_refused_before_the_first_begins(tmp_path: Path) -> None:
+    claim(load("sft_qwen3_moe_tiny", [f"output={tmp_path}/runs/1", "seed=2"])).close()
+    done = rlframe(tmp_path, "-m", "--config-name", "sft_qwen3_moe_tiny", "seed=1,3", "output=runs")
+    assert done.returncode == 2
+    assert "1 of 2 runs is refused" in done.stderr and "runs/1/config.yaml has seed=2, this run has 3" in done.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["1"]
 
 
 def test_the_first_word_names_a_tool(tmp_path: Path) -> None:

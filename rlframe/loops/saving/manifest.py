@@ -71,6 +71,19 @@ def claim_owner(output: Path, configuration: str) -> Owner:
         ConfigError: the folder belongs to another configuration, or `run.json` is missing.
         OutputError: the file cannot be written.
     """
+    if owner := find_owner(output, configuration):
+        return owner
+    owner = Owner(run=secrets.token_hex(8), configuration=configuration)
+    write_sealed(output / RUN, asdict(owner))
+    return owner
+
+
+def find_owner(output: Path, configuration: str) -> Owner | None:
+    """Returns the identity of the run in the folder `output`. None if there is no run.
+
+    Raises:
+        ConfigError: the folder belongs to another configuration, or `run.json` is missing.
+    """
     file = output / RUN
     if file.exists():
         owner = read_owner(output)
@@ -85,9 +98,7 @@ def claim_owner(output: Path, configuration: str) -> Owner:
             f"output: {file} is missing, which identifies the run of {found[-1]}; restore it, or use the "
                 f"weights in a new run with checkpoint.start_from={found[-1] / 'training'} and output=ANOTHER"
         ])  # fmt: skip
-    owner = Owner(run=secrets.token_hex(8), configuration=configuration)
-    write_sealed(file, asdict(owner))
-    return owner
+    return None
 
 
 def read_owner(output: Path) -> Owner:

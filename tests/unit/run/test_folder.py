@@ -77,6 +77,29 @@ def test_another_configuration_is_refused_with_both_values(tmp_path: Path) -> No
     assert (tmp_path / "config.yaml").read_bytes() == before
 
 
+def test_a_folder_can_be_compared_without_writing_to_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = run_in(folder, "seed=1")
+    other = replace(run, seed=2)
+    output.compare(run)
+    assert not folder.exists()
+    claim(run)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    output.compare(replace(run, steps=999))
+    with pytest.raises(ConfigError, match="has seed=1, this run has 2"):
+        output.compare(other)
+    (folder / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"run\.json was written for another configuration"):
+        output.compare(other)
+    (folder / "config.yaml").write_bytes(before["config.yaml"])
+    (folder / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        output.compare(run)
+    assert {path.name for path in folder.iterdir()} == set(before)
+    with pytest.raises(ConfigError, match="must be a folder"):
+        output.compare(replace(run, output=str(folder / "run.json")))
+
+
 def test_a_key_that_only_one_side_has_is_a_difference(tmp_path: Path) -> None:
     claim(run_in(tmp_path))
     with pytest.raises(ConfigError, match=r"has reward.parts.exact_match.name=exact_match, this run has nothing"):

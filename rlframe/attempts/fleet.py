@@ -237,6 +237,7 @@ class Attempts:
             self._restart(failure)
             return []
         self.rollout.workers.note_pending(self._activity, news.busy)
+        self._activity.tell(news.waits)
         if not (news.ended or news.lost or news.failure) and self._activity.took_s() >= self._activity.limit_s:
             # The runner answers, and the engines or the environments do not.
             raise self.rollout.workers.hung(self._activity)

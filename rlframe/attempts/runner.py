@@ -17,6 +17,7 @@ from rlframe.environments.config import EnvironmentConfig
 from rlframe.rollout.fleet.loads import Loads
 from rlframe.types.packed import Packed
 from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout, members
+from rlframe.types.wait import Wait
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class News:
     """Number of each Trouble and each Event of attempts and their environments."""
     load: Load | None = None
     """The work of engines and rewards so far."""
+    waits: list[Wait] = field(default_factory=list)
+    """What attempts wait for at this moment, besides engines."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A look may find the groups of a whole step, which pickle would take attempt by attempt.
@@ -259,6 +262,7 @@ class Runner:
         news.events, self._turns.events = self._turns.events, Counter()
         news.busy = [engine for engine, queue in enumerate(self._queues) if queue.is_busy]
         news.load = self.load()
+        news.waits = self._turns.waits()
         return news
 
     async def score(self, groups: Sequence[Group]) -> None:

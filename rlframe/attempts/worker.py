@@ -29,12 +29,14 @@ from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.types.packed import Packed
 from rlframe.types.rollout import Group, Rollout
+from rlframe.types.wait import Wait
 from rlframe.utils import outside
 from rlframe.utils.process import garbage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlframe.attempts.endpoint.agents import Agents
     from rlframe.attempts.endpoint.server import Server
     from rlframe.cluster.profiling.request import Recorder, Request
 
@@ -155,12 +157,14 @@ class RunnerWorker(Worker, RunnerCalls):
         self._judge = Judge(RewardRunner(setup.reward), self._loop) if setup.reward else None
         self._sessions: SessionPool | None = None
         self._server: Server | None = None
+        self._agents: Agents | None = None
 
         async def make() -> Runner:
             sides = Sides(
                 decode=partial(decoded, words),
                 score=self._judge.score if self._judge else _nothing,
                 score_group=self._judge.score_group if self._judge else leave,
+                waits=self._waits,
                 **self._others(setup, words),
             )
             return Runner(
@@ -201,7 +205,7 @@ class RunnerWorker(Worker, RunnerCalls):
 
             # Other machines reach the address only if they reach Ray: it is the loopback's where Ray is alone.
             self._server = Server(ray.util.get_node_ip_address())
-            agents = Agents(
+            self._agents = Agents(
                 pool=self._sessions,
                 server=self._server,
                 language=language,
@@ -209,7 +213,7 @@ class RunnerWorker(Worker, RunnerCalls):
                 config=setup.environment,
                 places=asyncio.Semaphore(component.most_at_once(settings) or sys.maxsize),
             )
-            return {"open": single_turn, "host": agents.attempt}
+            return {"open": single_turn, "host": self._agents.attempt}
         sessions = Sessions(
             pool=self._sessions,
             language=language,
@@ -217,6 +221,10 @@ class RunnerWorker(Worker, RunnerCalls):
             deterministic=component.deterministic,
         )
         return {"open": sessions.open}
+
+    def _waits(self) -> list[Wait]:
+        """Returns what attempts wait for in rewards and agents."""
+        return [*(self._judge.waits() if self._judge else []), *(self._agents.waits() if self._agents else [])]
 
     def start(self, tasks: Packed[Task], version: int) -> None:
         """See RunnerCalls."""

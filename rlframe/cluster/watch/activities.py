@@ -1,9 +1,10 @@
 """The driver's present activities and the workers it waits for. The waiting code records them; the watchdog reads
 them."""
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.limits import Limits
 from rlframe.cluster.watch.marks import mark
+from rlframe.types.wait import Wait
+
+FRESH_S = 10.0
+"""Seconds for which it counts as known what attempts wait for. Their runner tells it each second."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -26,6 +31,10 @@ class Activity:
     """Workers whose answers are missing. It shrinks as they arrive."""
     not_started: list[str] = field(default_factory=list)
     """Names of further workers, whose location is not known yet."""
+    attempts: Sequence[Wait] = ()
+    """What attempts wait for besides engines, as their runner has told last."""
+    told_s: float = -math.inf
+    """Time at which it did, by time.monotonic."""
     is_call: bool = False
     """Whether the activity waits for workers and ends itself at its limit as long as Ray answers. Otherwise it is a
     phase or similar."""
@@ -43,6 +52,14 @@ class Activity:
     def took_s(self) -> float:
         """Returns its duration so far in seconds, without process starts."""
         return time.monotonic() - self.begun_s - self.lent_s
+
+    def tell(self, attempts: Sequence[Wait]) -> None:
+        """Records what attempts wait for at this moment."""
+        self.attempts, self.told_s = attempts, time.monotonic()
+
+    def known_waits(self) -> Sequence[Wait]:
+        """Returns what attempts wait for, or nothing if that was told too long ago."""
+        return self.attempts if time.monotonic() - self.told_s < FRESH_S else ()
 
 
 class Activities:

@@ -1,0 +1,181 @@
+"""What attempts wait for besides engines, as their runner tells the driver, whose watchdog says it."""
+
+import asyncio
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlframe.attempts import waits as module
+from rlframe.attempts.runner import Runner
+from rlframe.attempts.scoring import Judge
+from rlframe.attempts.turns import Sides, Task
+from rlframe.attempts.waits import Waits
+from rlframe.cluster.watch.activities import FRESH_S
+from rlframe.cluster.watch.report import account
+from rlframe.rewards.config import RewardConfig, RewardTerm
+from rlframe.rewards.runner import RewardRunner
+from rlframe.types.input import ModelInput
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from rlframe.types.wait import Wait
+from tests.campaigns.rewards import rollout
+from tests.local_attempts import opening
+from tests.unit.attempts.simulated.clock import simulated
+from tests.unit.attempts.simulated.machines import Sideshow
+from tests.unit.attempts.simulated.settings import drawn
+from tests.unit.attempts.simulated.world import Driver, World
+
+ONE_AT_A_TIME = "a call may take 5 s: reward.timeout_s; one runs at a time: reward.workers"
+LIMIT = "a turn may take 60 s: environment.step_timeout_s"
+
+
+def group(name: str, size: int) -> Group:
+    return Group.begin(name, Prompt(id=name, text="", input=ModelInput((1,)), answer="x"), size)
+
+
+async def answers(requests: list[GenerationRequest]) -> list[Completion]:
+    """Answers at once."""
+    found = Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+    return [found for _ in requests]
+
+
+async def never(rollout: Any) -> None:
+    """Ends never."""
+    await asyncio.Event().wait()
+
+
+def runner_of(sides: Sides) -> Runner:
+    return Runner([answers], sides, run_seed=0, max_calls=1, max_positions=1024, attempt_timeout_s=3600)
+
+
+def task(name: str, size: int) -> Task:
+    return Task(group=group(name, size), sampling=SamplingParams(max_tokens=4), step=1)
+
+
+def test_waits_are_counted_with_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [10.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    waits = Waits()
+    assert waits.told("a tool", "no limit") == []
+    with waits.one():
+        now_s[0] = 14.0
+        with waits.one():
+            now_s[0] = 15.0
+            assert waits.told("a tool", "no limit") == [Wait(number=2, what="a tool", longest_s=5.0, limit="no limit")]
+        assert waits.told("a tool", "no limit") == [Wait(number=1, what="a tool", longest_s=5.0, limit="no limit")]
+    with pytest.raises(KeyError), waits.one():
+        raise KeyError
+    assert waits.told("a tool", "no limit") == []
+
+
+def test_a_wait_is_a_sentence() -> None:
+    wait = Wait(number=1, what="reward.parts.http", longest_s=63.7, limit=ONE_AT_A_TIME)
+    assert str(wait) == f"1 attempt waits for reward.parts.http, 64 s so far ({ONE_AT_A_TIME})"
+    wait = Wait(number=12, what="the environment shop", longest_s=3.0, limit=LIMIT)
+    assert str(wait) == f"12 attempts wait for the environment shop, up to 3 s so far ({LIMIT})"
+
+
+def test_the_runner_tells_of_attempts_that_wait_for_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time()))
+
+    async def observe(rollout: Rollout) -> None:
+        if rollout.prompt.id == "hangs":
+            await never(rollout)
+
+    async def nothing(rollout: Rollout) -> None:
+        pass
+
+    async def opens_never(rollout: Rollout, **named: Any) -> Any:
+        await never(rollout)
+
+    async def waits_after(seconds: float, open: Any) -> Sequence[Wait]:
+        runner = runner_of(Sides(decode=str, open=open, score=nothing))
+        runner.start([task("hangs", 3), task("ends", 2)], version=0)
+        await asyncio.sleep(seconds)
+        return (await runner.news(0)).waits
+
+    (wait,) = simulated(waits_after(64.0, opening(observe)))
+    assert wait == Wait(number=3, what="the environment single_turn", longest_s=pytest.approx(64.0), limit=LIMIT)
+    # An environment that does not begin is waited for too, though the first word of its attempts is the engine's.
+    (wait,) = simulated(waits_after(64.0, opens_never))
+    assert (wait.number, wait.what) == (5, "the environment single_turn")
+
+
+def test_the_runner_tells_of_what_its_sides_wait_for() -> None:
+    wait = Wait(number=2, what="reward.parts.http", longest_s=1.0, limit=ONE_AT_A_TIME)
+
+    async def run() -> Sequence[Wait]:
+        runner = runner_of(Sides(decode=str, open=opening(lambda rollout: None), score=never, waits=lambda: [wait]))
+        runner.start([task("a", 2)], version=0)
+        await asyncio.sleep(1)
+        return (await runner.news(0)).waits
+
+    assert simulated(run()) == [wait]
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that answers nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_judges_tell_how_many_attempts_wait_for_them(silent: str) -> None:
+    options = {"endpoint": {"base_url": silent, "model": "nobody"}}
+    parts = {
+        "judge": RewardTerm(name="judge", options=options, timeout_s=90),
+        "other": RewardTerm(name="judge", options=options),
+    }
+
+    async def run() -> None:
+        judge = Judge(RewardRunner(RewardConfig(parts=parts)), asyncio.get_running_loop())
+
+        async def waits(number: int) -> list[Wait]:
+            while [wait.number for wait in judge.waits()] != [number] * (2 if number else 0):
+                await asyncio.sleep(0.01)
+            return judge.waits()
+
+        try:
+            assert judge.waits() == []
+            scored = [asyncio.create_task(judge.score(rollout(index, "x"))) for index in range(3)]
+            found = await waits(3)
+            assert {wait.what: wait.limit for wait in found} == {
+                "reward.parts.judge": "a call may take 90 s: reward.parts.judge.timeout_s",
+                "reward.parts.other": "its calls have the limits of reward.parts.other.options",
+            }
+            # The judges go on, and nobody waits for them.
+            scored[0].cancel()
+            await waits(2)
+            scored[1].cancel()
+            scored[2].cancel()
+            await waits(0)
+        finally:
+            await asyncio.to_thread(judge.close)
+
+    asyncio.run(run())
+
+
+def hanging(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Driver:
+    """A driver of simulated processes, none of which die, with attempts whose environment hangs."""
+    monkeypatch.setattr(Sideshow, "observe", lambda self, rollout: never(rollout))
+    return Driver(World(replace(drawn(0), lag=0, oversample=1.0).as_plain(), folder))
+
+
+def test_the_driver_knows_what_attempts_wait_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    attempts = hanging(monkeypatch, tmp_path).attempts
+    attempts.start([attempts.task(group("a", 3), step=1)])
+    with attempts.waiting() as activity:
+        attempts.look(wait_s=1.0)
+        (wait,) = activity.known_waits()
+        assert (wait.number, wait.what) == (3, "the environment single_turn")
+        said = account(activity)
+        assert said.startswith("3 attempts wait for the environment single_turn, up to ")
+        assert "the driver" not in said
+        # The driver has not asked for long, so that nobody knows.
+        activity.told_s -= FRESH_S
+        assert account(activity).startswith("the driver itself is late")

@@ -30,6 +30,8 @@ ABORTS_AFTER_S = (0.02, 0.1, 0.5, 2.0, 8.0)
 """Seconds between the aborts of an interruption."""
 POLL_S = 1.0
 """Seconds after which the runner answers, whether something has happened or not."""
+LATE_S = 5.0
+"""Seconds beyond that after which the driver counts as waiting for the runner."""
 
 
 class Attempts:
@@ -227,6 +229,8 @@ class Attempts:
         assert self._activity, "inside waiting()"
         self._attach()
         call = self.workers.ask(0, RunnerCalls.news, wait_s)
+        if not self.workers.settle([call], timeout_s=wait_s + LATE_S):
+            self.workers.note_pending(self._activity, [0])
         self.rollout.workers.some([call], self._activity)
         try:
             news: News = self.workers.answer(call, self._activity)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlframe.attempts import waits as module
-from rlframe.attempts.runner import Runner
+from rlframe.attempts.fleet import LATE_S
+from rlframe.attempts.runner import News, Runner
 from rlframe.attempts.scoring import Judge
 from rlframe.attempts.turns import Sides, Task
 from rlframe.attempts.waits import Waits
@@ -26,9 +27,9 @@ from rlframe.types.wait import Wait
 from tests.campaigns.rewards import rollout
 from tests.local_attempts import opening
 from tests.unit.attempts.simulated.clock import simulated
-from tests.unit.attempts.simulated.machines import Sideshow
+from tests.unit.attempts.simulated.machines import RunnerProcess, Sideshow
 from tests.unit.attempts.simulated.settings import drawn
-from tests.unit.attempts.simulated.world import Driver, World
+from tests.unit.attempts.simulated.world import Driver, SimulatedAttempts, World
 
 ONE_AT_A_TIME = "a call may take 5 s: reward.timeout_s; one runs at a time: reward.workers"
 LIMIT = "a turn may take 60 s: environment.step_timeout_s"
@@ -160,14 +161,16 @@ def test_judges_tell_how_many_attempts_wait_for_them(silent: str) -> None:
     asyncio.run(run())
 
 
-def hanging(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Driver:
-    """A driver of simulated processes, none of which die, with attempts whose environment hangs."""
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimulatedAttempts]:
+    """Attempts in simulated processes, none of which die. Their environment hangs."""
     monkeypatch.setattr(Sideshow, "observe", lambda self, rollout: never(rollout))
-    return Driver(World(replace(drawn(0), lag=0, oversample=1.0).as_plain(), folder))
+    world = World(replace(drawn(0), lag=0, group_size=3).as_plain(), tmp_path)
+    yield Driver(world).attempts
+    world.loop.end()
 
 
-def test_the_driver_knows_what_attempts_wait_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    attempts = hanging(monkeypatch, tmp_path).attempts
+def test_the_driver_knows_what_attempts_wait_for(attempts: SimulatedAttempts) -> None:
     attempts.start([attempts.task(group("a", 3), step=1)])
     with attempts.waiting() as activity:
         attempts.look(wait_s=1.0)
@@ -179,3 +182,20 @@ def test_the_driver_knows_what_attempts_wait_for(monkeypatch: pytest.MonkeyPatch
         # The driver has not asked for long, so that nobody knows.
         activity.told_s -= FRESH_S
         assert account(activity).startswith("the driver itself is late")
+
+
+def test_a_runner_that_does_not_answer_is_what_the_driver_waits_for(
+    monkeypatch: pytest.MonkeyPatch, attempts: SimulatedAttempts
+) -> None:
+    news, late = RunnerProcess.news, list[bool]()
+    monkeypatch.setattr(attempts.workers, "note_pending", lambda activity, ranks: late.append(list(ranks) == [0]))
+
+    async def news_after(self: RunnerProcess, wait_s: float) -> News:
+        await asyncio.sleep(delay_s)
+        return await news(self, wait_s)
+
+    monkeypatch.setattr(RunnerProcess, "news", news_after)
+    for delay_s, expected in ((LATE_S - 1.0, []), (LATE_S + 1.0, [True])):
+        with attempts.waiting():
+            attempts.look(wait_s=1.0)
+        assert late == expected

@@ -13,7 +13,7 @@ from rlframe.attempts.runner import Ended, Load, Lost, News, State
 from rlframe.attempts.turns import Task
 from rlframe.attempts.worker import NEWS, RunnerCalls, RunnerSetup, RunnerWorker
 from rlframe.cluster.placement import DriverNode
-from rlframe.cluster.watch.activities import Activity
+from rlframe.cluster.watch.activities import ACTIVITIES, Activity
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.packed import Packed
@@ -242,6 +242,8 @@ class Attempts:
             return []
         self.rollout.workers.note_pending(self._activity, news.busy)
         self._activity.tell(news.waits)
+        if news.progresses:
+            ACTIVITIES.note_progress()
         if not (news.ended or news.lost or news.failure) and self._activity.took_s() >= self._activity.limit_s:
             # The runner answers, and the engines or the environments do not.
             raise self.rollout.workers.hung(self._activity)

@@ -240,6 +240,11 @@ class Turns:
         self._waits = Waits()
         """Attempts that wait in a dialogue."""
 
+    @property
+    def num_answers(self) -> int:
+        """The number of answers of environments so far."""
+        return self._waits.num_ended
+
     def waits(self) -> list[Wait]:
         """Returns what attempts wait for, besides engines."""
         limit = f"a turn may take {self._config.step_timeout_s:g} s: environment.step_timeout_s"

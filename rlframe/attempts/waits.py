@@ -13,6 +13,8 @@ class Waits:
     def __init__(self) -> None:
         self._begun: dict[object, float] = {}
         """The time at which each wait under way began, in this order."""
+        self.num_ended = 0
+        """Number of waits that have ended so far."""
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -23,6 +25,7 @@ class Waits:
             yield
         finally:
             del self._begun[wait]
+            self.num_ended += 1
 
     def told(self, what: str, limit: str) -> list[Wait]:
         """Returns the waits under way as one, or nothing if there is none.

@@ -70,8 +70,8 @@ class Activities:
         self._current: list[Activity] = []
         self.limits = Limits()
         self.num_changes = 0
-        """Number of changes: it grows when an activity begins or ends or an answer arrives, which shows that the driver
-        is running."""
+        """Number of changes: it grows when an activity begins or ends, which shows that the driver is running, and with
+        other progress of what it waits for."""
         self.around: Callable[[Activity], AbstractContextManager[Any]] = nullcontext
         """Block around each activity; a profile sets it."""
 
@@ -103,6 +103,11 @@ class Activities:
                 if activity.is_start:
                     for around in self._current:
                         around.lent_s += time.monotonic() - activity.begun_s
+
+    def note_progress(self) -> None:
+        """Records progress of what the driver waits for, besides that of workers, which mark theirs."""
+        with self._lock:
+            self.num_changes += 1
 
     def has_start(self) -> bool:
         """Returns whether processes are being started."""

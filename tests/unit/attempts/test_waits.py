@@ -16,7 +16,7 @@ from rlframe.attempts.runner import News, Runner
 from rlframe.attempts.scoring import Judge
 from rlframe.attempts.turns import Sides, Task
 from rlframe.attempts.waits import Waits
-from rlframe.cluster.watch.activities import FRESH_S
+from rlframe.cluster.watch.activities import ACTIVITIES, FRESH_S
 from rlframe.cluster.watch.report import account
 from rlframe.rewards.config import RewardConfig, RewardTerm
 from rlframe.rewards.runner import RewardRunner
@@ -199,3 +199,21 @@ def test_a_runner_that_does_not_answer_is_what_the_driver_waits_for(
         with attempts.waiting():
             attempts.look(wait_s=1.0)
         assert late == expected
+
+
+def test_rewards_and_environments_that_answer_are_progress(
+    monkeypatch: pytest.MonkeyPatch, attempts: SimulatedAttempts
+) -> None:
+    async def slow(rollout: Rollout) -> None:
+        await asyncio.sleep({"quick": 10.5, "slow": 1e5}[rollout.prompt.id])
+
+    monkeypatch.setattr(Sideshow, "observe", lambda self, rollout: slow(rollout))
+    attempts.start([attempts.task(group(name, 3), step=1) for name in ("quick", "slow")])
+    changes = []
+    with attempts.waiting():
+        for _ in range(14):
+            before = ACTIVITIES.num_changes
+            attempts.look(wait_s=1.0)
+            changes.append(ACTIVITIES.num_changes - before)
+    # First all environments begin. The three answers of one moment are in one of the later looks.
+    assert changes[0] == 1 and sorted(changes[1:]) == [0] * 12 + [1]

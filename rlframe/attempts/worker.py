@@ -5,7 +5,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -20,6 +21,7 @@ from rlframe.attempts.scoring import Judge
 from rlframe.attempts.sessions.calls import Setup
 from rlframe.attempts.sessions.pool import SessionPool
 from rlframe.attempts.turns import Sides, Task, leave
+from rlframe.cluster.watch.marks import mark
 from rlframe.cluster.worker import Worker
 from rlframe.data.config import DataConfig
 from rlframe.environments.base import Agent, find_environment
@@ -44,6 +46,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 LOOP = "attempts"
 """Name of the thread of the event loop."""
+MARK_S = 1.0
+"""Seconds between two looks at what rewards of a whole batch wait for."""
 NEWS = "news"
 """Ray's concurrency group of the call that waits for news."""
 
@@ -244,7 +248,8 @@ class RunnerWorker(Worker, RunnerCalls):
 
     def score(self, groups: list[Group]) -> list[Group]:
         """See RunnerCalls."""
-        self._in_loop(self._runner.score(groups))
+        work = asyncio.run_coroutine_threadsafe(self._runner.score(groups), self._loop)
+        marked_result(work, lambda: self._in_loop(_call(self._waits)), every_s=MARK_S)
         return groups
 
     def replace(self, engine: int, actor: Any) -> None:
@@ -300,6 +305,17 @@ class Messenger(logging.Handler):
         """Passes a message of rlframe on."""
         if record.name.startswith("rlframe"):
             self._loop.call_soon_threadsafe(self._runner.warn, record.levelno, record.getMessage())
+
+
+def marked_result(work: Future[T], waits: Callable[[], list[Wait]], *, every_s: float) -> T:
+    """Returns the result of `work` when it is done. Marks meanwhile what it waits for, when that changes, so that the
+    mark shows progress, and what is missing."""
+    said = ""
+    while wait([work], timeout=every_s).not_done:
+        if (found := "; ".join(each.without_time for each in waits())) and found != said:
+            said = found
+            mark(f"rewards: {said}")
+    return work.result()
 
 
 def decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:

@@ -16,7 +16,16 @@ class Wait:
     limit: str
     """Words about what limits such a wait, with the key of the setting."""
 
+    @property
+    def without_time(self) -> str:
+        """The words about it that do not change while nothing happens."""
+        return f"{self._who} ({self.limit})"
+
+    @property
+    def _who(self) -> str:
+        who = "1 attempt waits" if self.number == 1 else f"{self.number} attempts wait"
+        return f"{who} for {self.what}"
+
     def __str__(self) -> str:
-        if self.number == 1:
-            return f"1 attempt waits for {self.what}, {self.longest_s:.0f} s so far ({self.limit})"
-        return f"{self.number} attempts wait for {self.what}, up to {self.longest_s:.0f} s so far ({self.limit})"
+        up_to = "" if self.number == 1 else "up to "
+        return f"{self._who}, {up_to}{self.longest_s:.0f} s so far ({self.limit})"

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ from rlframe.attempts.runner import News, Runner
 from rlframe.attempts.scoring import Judge
 from rlframe.attempts.turns import Sides, Task
 from rlframe.attempts.waits import Waits
+from rlframe.attempts.worker import marked_result
 from rlframe.cluster.watch.activities import ACTIVITIES, FRESH_S
+from rlframe.cluster.watch.marks import begin_marks, end_marks
 from rlframe.cluster.watch.report import account
 from rlframe.rewards.config import RewardConfig, RewardTerm
 from rlframe.rewards.runner import RewardRunner
@@ -199,6 +202,28 @@ def test_a_runner_that_does_not_answer_is_what_the_driver_waits_for(
         with attempts.waiting():
             attempts.look(wait_s=1.0)
         assert late == expected
+
+
+def test_the_rewards_of_a_batch_mark_what_they_wait_for_when_it_changes(tmp_path: Path) -> None:
+    work: Future[str] = Future()
+    page = begin_marks(tmp_path / "runner-0.mark")
+    told = iter([3, 3, 1, 1, 1])
+    seen: list[tuple[int, str]] = []
+
+    def waits() -> list[Wait]:
+        seen.append((page.read().number, page.read().text))
+        if (number := next(told, 0)) == 0:
+            work.set_result("done")
+            return []
+        return [Wait(number=number, what="reward.parts.http", longest_s=float(len(seen)), limit=ONE_AT_A_TIME)]
+
+    try:
+        assert marked_result(work, waits, every_s=0.001) == "done"
+    finally:
+        end_marks()
+    three = f"rewards: 3 attempts wait for reward.parts.http ({ONE_AT_A_TIME})"
+    one = f"rewards: 1 attempt waits for reward.parts.http ({ONE_AT_A_TIME})"
+    assert seen == [(0, ""), (2, three), (2, three), (4, one), (4, one), (4, one)]
 
 
 def test_rewards_and_environments_that_answer_are_progress(

@@ -228,12 +228,8 @@ class Attempts:
         """
         assert self._activity, "inside waiting()"
         self._attach()
-        call = self.workers.ask(0, RunnerCalls.news, wait_s)
-        if not self.workers.settle([call], timeout_s=wait_s + LATE_S):
-            self.workers.note_pending(self._activity, [0])
-        self.rollout.workers.some([call], self._activity)
         try:
-            news: News = self.workers.answer(call, self._activity)
+            news = self._news(wait_s, self._activity)
         except (RayActorError, RayTaskError) as error:
             failure = self.workers.failure(error, 0, "attempts")
             if not isinstance(error, RayActorError):
@@ -265,6 +261,14 @@ class Attempts:
         if news.failure:
             raise news.failure
         return others
+
+    def _news(self, wait_s: float, activity: Activity) -> News:
+        """Returns the runner's news, for which `activity` waits. Raises Ray's error if it failed."""
+        call = self.workers.ask(0, RunnerCalls.news, wait_s)
+        if not self.workers.settle([call], timeout_s=wait_s + LATE_S):
+            self.workers.note_pending(activity, [0])
+        self.rollout.workers.some([call], activity)
+        return self.workers.answer(call, activity)
 
     def score(self, groups: list[Group]) -> None:
         """Fills the rewards of groups that were not attempted here."""

@@ -76,7 +76,7 @@ class News:
     load: Load | None = None
     """The work of engines and rewards so far."""
     waits: list[Wait] = field(default_factory=list)
-    """What attempts wait for at this moment, besides engines."""
+    """The attempts that wait at this moment, by what they wait for, engines left out."""
     progresses: bool = False
     """Whether an environment or a reward has answered since the last look."""
 

@@ -32,7 +32,7 @@ class Activity:
     not_started: list[str] = field(default_factory=list)
     """Names of further workers, whose location is not known yet."""
     attempts: Sequence[Wait] = ()
-    """What attempts wait for besides engines, as their runner has told last."""
+    """The attempts that wait, by what they wait for, engines left out, as their runner has told last."""
     told_s: float = -math.inf
     """Time at which it did, by time.monotonic."""
     is_call: bool = False

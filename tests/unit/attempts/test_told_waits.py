@@ -1,7 +1,6 @@
 """What attempts wait for besides engines, as their runner tells the driver, whose watchdog says it."""
 
 import asyncio
-import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,20 +13,16 @@ import pytest
 from rlframe.attempts import waits as module
 from rlframe.attempts.fleet import LATE_S
 from rlframe.attempts.runner import News, Runner
-from rlframe.attempts.scoring import Judge
 from rlframe.attempts.turns import Sides, Task
 from rlframe.attempts.waits import Waits
 from rlframe.attempts.worker import marked_result
 from rlframe.cluster.watch.activities import ACTIVITIES, FRESH_S
 from rlframe.cluster.watch.marks import begin_marks, end_marks
 from rlframe.cluster.watch.report import account
-from rlframe.rewards.config import RewardConfig, RewardTerm
-from rlframe.rewards.runner import RewardRunner
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
 from rlframe.types.wait import Wait
-from tests.campaigns.rewards import rollout
 from tests.local_attempts import opening
 from tests.unit.attempts.simulated.clock import simulated
 from tests.unit.attempts.simulated.machines import RunnerProcess, Sideshow
@@ -104,7 +99,8 @@ def test_the_runner_tells_of_attempts_that_wait_for_their_environment(monkeypatc
         return (await runner.news(0)).waits
 
     (wait,) = simulated(waits_after(64.0, opening(observe)))
-    assert wait == Wait(number=3, what="the environment single_turn", longest_s=pytest.approx(64.0), limit=LIMIT)
+    assert wait == Wait(number=3, what="the environment single_turn", longest_s=wait.longest_s, limit=LIMIT)
+    assert wait.longest_s == pytest.approx(64.0)
     # An environment that does not begin is waited for too, though the first word of its attempts is the engine's.
     (wait,) = simulated(waits_after(64.0, opens_never))
     assert (wait.number, wait.what) == (5, "the environment single_turn")
@@ -120,48 +116,6 @@ def test_the_runner_tells_of_what_its_sides_wait_for() -> None:
         return (await runner.news(0)).waits
 
     assert simulated(run()) == [wait]
-
-
-@pytest.fixture
-def silent() -> Iterator[str]:
-    """The address of a server that answers nobody."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
-def test_judges_tell_how_many_attempts_wait_for_them(silent: str) -> None:
-    options = {"endpoint": {"base_url": silent, "model": "nobody"}}
-    parts = {
-        "judge": RewardTerm(name="judge", options=options, timeout_s=90),
-        "other": RewardTerm(name="judge", options=options),
-    }
-
-    async def run() -> None:
-        judge = Judge(RewardRunner(RewardConfig(parts=parts)), asyncio.get_running_loop())
-
-        async def waits(number: int) -> list[Wait]:
-            while [wait.number for wait in judge.waits()] != [number] * (2 if number else 0):
-                await asyncio.sleep(0.01)
-            return judge.waits()
-
-        try:
-            assert judge.waits() == []
-            scored = [asyncio.create_task(judge.score(rollout(index, "x"))) for index in range(3)]
-            found = await waits(3)
-            assert {wait.what: wait.limit for wait in found} == {
-                "reward.parts.judge": "a call may take 90 s: reward.parts.judge.timeout_s",
-                "reward.parts.other": "its calls have the limits of reward.parts.other.options",
-            }
-            # The judges go on, and nobody waits for them.
-            scored[0].cancel()
-            await waits(2)
-            scored[1].cancel()
-            scored[2].cancel()
-            await waits(0)
-        finally:
-            await asyncio.to_thread(judge.close)
-
-    asyncio.run(run())
 
 
 @pytest.fixture
@@ -190,18 +144,19 @@ def test_the_driver_knows_what_attempts_wait_for(attempts: SimulatedAttempts) ->
 def test_a_runner_that_does_not_answer_is_what_the_driver_waits_for(
     monkeypatch: pytest.MonkeyPatch, attempts: SimulatedAttempts
 ) -> None:
-    news, late = RunnerProcess.news, list[bool]()
+    news, late, delays_s = RunnerProcess.news, list[bool](), [LATE_S + 1.0, LATE_S - 1.0]
     monkeypatch.setattr(attempts.workers, "note_pending", lambda activity, ranks: late.append(list(ranks) == [0]))
 
     async def news_after(self: RunnerProcess, wait_s: float) -> News:
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(delays_s.pop())
         return await news(self, wait_s)
 
     monkeypatch.setattr(RunnerProcess, "news", news_after)
-    for delay_s, expected in ((LATE_S - 1.0, []), (LATE_S + 1.0, [True])):
-        with attempts.waiting():
-            attempts.look(wait_s=1.0)
-        assert late == expected
+    with attempts.waiting():
+        attempts.look(wait_s=1.0)
+        assert late == []
+        attempts.look(wait_s=1.0)
+        assert late == [True]
 
 
 def test_the_rewards_of_a_batch_mark_what_they_wait_for_when_it_changes(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ class Busy:
     def __init__(self) -> None:
         self.running = 0
         """Number of calls under way."""
+        self.num_ended = 0
+        """Number of calls that have ended so far."""
         self._seconds, self._since = 0.0, 0.0
 
     def begin(self) -> None:
@@ -24,6 +26,7 @@ class Busy:
     def end(self) -> None:
         """Records that a call has ended."""
         self.running -= 1
+        self.num_ended += 1
         if not self.running:
             self._seconds += time.monotonic() - self._since
 

@@ -13,7 +13,7 @@ from rlframe.attempts.runner import Ended, Load, Lost, News, State
 from rlframe.attempts.turns import Task
 from rlframe.attempts.worker import NEWS, RunnerCalls, RunnerSetup, RunnerWorker
 from rlframe.cluster.placement import DriverNode
-from rlframe.cluster.watch.activities import Activity
+from rlframe.cluster.watch.activities import ACTIVITIES, Activity
 from rlframe.cluster.worker_group import WorkerGroup
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.types.packed import Packed
@@ -30,6 +30,8 @@ ABORTS_AFTER_S = (0.02, 0.1, 0.5, 2.0, 8.0)
 """Seconds between the aborts of an interruption."""
 POLL_S = 1.0
 """Seconds after which the runner answers, whether something has happened or not."""
+LATE_S = 5.0
+"""Seconds beyond that after which the driver counts as waiting for the runner."""
 
 
 class Attempts:
@@ -226,10 +228,8 @@ class Attempts:
         """
         assert self._activity, "inside waiting()"
         self._attach()
-        call = self.workers.ask(0, RunnerCalls.news, wait_s)
-        self.rollout.workers.some([call], self._activity)
         try:
-            news: News = self.workers.answer(call, self._activity)
+            news = self._news(wait_s, self._activity)
         except (RayActorError, RayTaskError) as error:
             failure = self.workers.failure(error, 0, "attempts")
             if not isinstance(error, RayActorError):
@@ -237,6 +237,9 @@ class Attempts:
             self._restart(failure)
             return []
         self.rollout.workers.note_pending(self._activity, news.busy)
+        self._activity.tell(news.waits)
+        if news.progresses:
+            ACTIVITIES.note_progress()
         if not (news.ended or news.lost or news.failure) and self._activity.took_s() >= self._activity.limit_s:
             # The runner answers, and the engines or the environments do not.
             raise self.rollout.workers.hung(self._activity)
@@ -258,6 +261,14 @@ class Attempts:
         if news.failure:
             raise news.failure
         return others
+
+    def _news(self, wait_s: float, activity: Activity) -> News:
+        """Returns the runner's news, for which `activity` waits. Raises Ray's error if it failed."""
+        call = self.workers.ask(0, RunnerCalls.news, wait_s)
+        if not self.workers.settle([call], timeout_s=wait_s + LATE_S):
+            self.workers.note_pending(activity, [0])
+        self.rollout.workers.some([call], activity)
+        return self.workers.answer(call, activity)
 
     def score(self, groups: list[Group]) -> None:
         """Fills the rewards of groups that were not attempted here."""

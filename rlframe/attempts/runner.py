@@ -17,6 +17,7 @@ from rlframe.environments.config import EnvironmentConfig
 from rlframe.rollout.fleet.loads import Loads
 from rlframe.types.packed import Packed
 from rlframe.types.rollout import Completion, GenerationRequest, Group, Rollout, members
+from rlframe.types.wait import Wait
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,10 @@ class News:
     """Number of each Trouble and each Event of attempts and their environments."""
     load: Load | None = None
     """The work of engines and rewards so far."""
+    waits: list[Wait] = field(default_factory=list)
+    """The attempts that wait at this moment, by what they wait for, engines left out."""
+    progresses: bool = False
+    """Whether an environment or a reward has answered since the last look."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A look may find the groups of a whole step, which pickle would take attempt by attempt.
@@ -146,6 +151,8 @@ class Runner:
         self._begun: dict[int, float] = {}
         """Time at which each attempt under way began, by the identity of its rollout."""
         self._none_succeeded, self._num_failed = True, 0
+        self._num_answers = 0
+        """Number of answers of environments and rewards at the last look."""
         self._limits: dict[int, asyncio.Timeout] = {}
         """The limit of each attempt under way, by the identity of its rollout."""
         self._admission: Admission[Task] = Admission(aside_share)
@@ -259,6 +266,9 @@ class Runner:
         news.events, self._turns.events = self._turns.events, Counter()
         news.busy = [engine for engine, queue in enumerate(self._queues) if queue.is_busy]
         news.load = self.load()
+        news.waits = self._turns.waits()
+        before, self._num_answers = self._num_answers, self._rewards.num_ended + self._turns.num_answers
+        news.progresses = self._num_answers > before
         return news
 
     async def score(self, groups: Sequence[Group]) -> None:

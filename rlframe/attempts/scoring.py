@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rlframe.rewards.config import Per
 from rlframe.rewards.runner import RewardRunner
 from rlframe.types.rollout import Rollout
+from rlframe.types.wait import Wait
 from rlframe.utils.errors import RlframeError
 
 CLOSE_S = 5.0
@@ -44,6 +45,15 @@ class Judge:
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
         """Adds what parts per group give to the rollouts of a group, one for each attempt. Raises as `score`."""
         await self._scored(list(rollouts), Per.GROUP)
+
+    def waits(self) -> list[Wait]:
+        """Returns how many attempts wait for each reward part. Must be called in the loop."""
+        return self._rewards.waits(self._is_awaited)
+
+    def _is_awaited(self, unit: Unit) -> bool:
+        answer = self._answers.get(id(unit))
+        # The attempt may have run out of time, or have been forgotten.
+        return answer is not None and not answer.done()
 
     async def _scored(self, unit: Unit, per: Per) -> None:
         if self._error:

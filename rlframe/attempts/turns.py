@@ -11,6 +11,7 @@ from rlframe.attempts.dialogue import Dialogue, Open, record_turn
 from rlframe.attempts.engines import names
 from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
+from rlframe.attempts.waits import Waits
 from rlframe.environments.config import EnvironmentConfig, Verdict
 from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.input import ModelInput
@@ -23,6 +24,7 @@ from rlframe.types.rollout import (
     SamplingParams,
     by_attempt,
 )
+from rlframe.types.wait import Wait
 
 DONE = "done"
 FORKED = "forked"
@@ -217,6 +219,8 @@ class Sides:
     """Adds the rewards that compare the attempts of a group, each of which is one rollout, its last sequence."""
     host: Host | None = None
     """Runs agents, if sessions are such. There are no dialogues then."""
+    waits: Callable[[], list[Wait]] = list
+    """Returns what attempts wait for in `score`, `score_group` and `host`."""
 
 
 class Turns:
@@ -233,6 +237,18 @@ class Turns:
         """Number of each Trouble and each Event since they were last looked at."""
         self.last_failure: SessionFailed | None = None
         self._names = names()
+        self._waits = Waits()
+        """Attempts that wait in a dialogue."""
+
+    @property
+    def num_answers(self) -> int:
+        """The number of answers of environments so far."""
+        return self._waits.num_ended
+
+    def waits(self) -> list[Wait]:
+        """Returns what attempts wait for, besides engines."""
+        limit = f"a turn may take {self._config.step_timeout_s:g} s: environment.step_timeout_s"
+        return [*self._waits.told(f"the environment {self._config.name}", limit), *self._sides.waits()]
 
     async def run(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> str:
         """Runs an attempt to its end. Returns DONE, or the DropReason with which it is left out."""
@@ -274,13 +290,14 @@ class Turns:
 
     async def _converse(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> Verdict:
         """Takes turns until the attempt is over."""
-        dialogue = await self._sides.open(
-            rollout,
-            earlier=task.earlier(rollout),
-            answered=progress.turn,
-            seed=self._seed(task, rollout.prompt.id, ENVIRONMENT, 0),
-            alone=progress.neighbours >= ALONE_AFTER,
-        )
+        with self._waits.one():
+            dialogue = await self._sides.open(
+                rollout,
+                earlier=task.earlier(rollout),
+                answered=progress.turn,
+                seed=self._seed(task, rollout.prompt.id, ENVIRONMENT, 0),
+                alone=progress.neighbours >= ALONE_AFTER,
+            )
         if not (rollout.loss_mask.any() or rollout.sequence) and (progress.turn or progress.begun):
             self._begin_anew(task, rollout, progress)
         try:
@@ -337,9 +354,10 @@ class Turns:
 
     async def _respond(self, task: Task, rollout: Rollout, progress: Progress, dialogue: Dialogue) -> Verdict | None:
         """Appends what the environment answers."""
-        answer = await dialogue.respond(rollout)
-        if answer.verdict:
-            await dialogue.close()
+        with self._waits.one():
+            answer = await dialogue.respond(rollout)
+            if answer.verdict:
+                await dialogue.close()
         # Nothing waits from here on, so that an interrupted attempt has either the whole answer or nothing of it.
         answer.note(rollout)
         if answer.cut_off:

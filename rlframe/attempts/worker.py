@@ -5,7 +5,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -20,6 +21,7 @@ from rlframe.attempts.scoring import Judge
 from rlframe.attempts.sessions.calls import Setup
 from rlframe.attempts.sessions.pool import SessionPool
 from rlframe.attempts.turns import Sides, Task, leave
+from rlframe.cluster.watch.marks import mark
 from rlframe.cluster.worker import Worker
 from rlframe.data.config import DataConfig
 from rlframe.environments.base import Agent, find_environment
@@ -29,12 +31,14 @@ from rlframe.rewards.runner import RewardRunner
 from rlframe.rollout.base.config import RolloutConfig
 from rlframe.types.packed import Packed
 from rlframe.types.rollout import Group, Rollout
+from rlframe.types.wait import Wait
 from rlframe.utils import outside
 from rlframe.utils.process import garbage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlframe.attempts.endpoint.agents import Agents
     from rlframe.attempts.endpoint.server import Server
     from rlframe.cluster.profiling.request import Recorder, Request
 
@@ -42,6 +46,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 LOOP = "attempts"
 """Name of the thread of the event loop."""
+MARK_S = 1.0
+"""Seconds between two looks at what rewards of a whole batch wait for."""
 NEWS = "news"
 """Ray's concurrency group of the call that waits for news."""
 
@@ -155,12 +161,14 @@ class RunnerWorker(Worker, RunnerCalls):
         self._judge = Judge(RewardRunner(setup.reward), self._loop) if setup.reward else None
         self._sessions: SessionPool | None = None
         self._server: Server | None = None
+        self._agents: Agents | None = None
 
         async def make() -> Runner:
             sides = Sides(
                 decode=partial(decoded, words),
                 score=self._judge.score if self._judge else _nothing,
                 score_group=self._judge.score_group if self._judge else leave,
+                waits=self._waits,
                 **self._others(setup, words),
             )
             return Runner(
@@ -201,7 +209,7 @@ class RunnerWorker(Worker, RunnerCalls):
 
             # Other machines reach the address only if they reach Ray: it is the loopback's where Ray is alone.
             self._server = Server(ray.util.get_node_ip_address())
-            agents = Agents(
+            self._agents = Agents(
                 pool=self._sessions,
                 server=self._server,
                 language=language,
@@ -209,7 +217,7 @@ class RunnerWorker(Worker, RunnerCalls):
                 config=setup.environment,
                 places=asyncio.Semaphore(component.most_at_once(settings) or sys.maxsize),
             )
-            return {"open": single_turn, "host": agents.attempt}
+            return {"open": single_turn, "host": self._agents.attempt}
         sessions = Sessions(
             pool=self._sessions,
             language=language,
@@ -217,6 +225,10 @@ class RunnerWorker(Worker, RunnerCalls):
             deterministic=component.deterministic,
         )
         return {"open": sessions.open}
+
+    def _waits(self) -> list[Wait]:
+        """Returns what attempts wait for in rewards and agents."""
+        return [*(self._judge.waits() if self._judge else []), *(self._agents.waits() if self._agents else [])]
 
     def start(self, tasks: Packed[Task], version: int) -> None:
         """See RunnerCalls."""
@@ -236,7 +248,8 @@ class RunnerWorker(Worker, RunnerCalls):
 
     def score(self, groups: list[Group]) -> list[Group]:
         """See RunnerCalls."""
-        self._in_loop(self._runner.score(groups))
+        work = asyncio.run_coroutine_threadsafe(self._runner.score(groups), self._loop)
+        marked_result(work, lambda: self._in_loop(_call(self._waits)), every_s=MARK_S)
         return groups
 
     def replace(self, engine: int, actor: Any) -> None:
@@ -292,6 +305,17 @@ class Messenger(logging.Handler):
         """Passes a message of rlframe on."""
         if record.name.startswith("rlframe"):
             self._loop.call_soon_threadsafe(self._runner.warn, record.levelno, record.getMessage())
+
+
+def marked_result(work: Future[T], waits: Callable[[], list[Wait]], *, every_s: float) -> T:
+    """Returns the result of `work` when it is done. Marks meanwhile what it waits for, when that changes, so that the
+    mark shows progress, and what is missing."""
+    said = ""
+    while wait([work], timeout=every_s).not_done:
+        if (found := "; ".join(each.without_time for each in waits())) and found != said:
+            said = found
+            mark(f"rewards: {said}")
+    return work.result()
 
 
 def decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:

@@ -8,7 +8,8 @@ import math
 import os
 import select
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +22,7 @@ from rlframe.rewards.judging import Answer, Judges
 from rlframe.rewards.scoring import Describing, Scoring, Task
 from rlframe.types.rollout import Rollout, weighted_sum
 from rlframe.types.turn import TurnRecord
+from rlframe.types.wait import Wait
 from rlframe.utils.errors import ConfigError, RewardError, RlframeError
 from rlframe.utils.faults import Fault
 
@@ -44,6 +46,8 @@ class _Open:
     parts: Sequence[str]
     is_new: bool
     """Whether no other part has scored them before."""
+    since_s: float
+    """Time at which they were given, by time.monotonic."""
     outcomes: dict[str, Sequence[Outcome]] = field(default_factory=dict)
     """By part, one for each rollout."""
     troubles: dict[str, str] = field(default_factory=dict)
@@ -141,9 +145,9 @@ class RewardRunner:
             return
         is_new = per is Per.ATTEMPT or not self.parts(Per.ATTEMPT)
         tasks = [(name, [attempt_of(rollout) for rollout in unit]) for unit in units for name in names]
-        numbers = self._give(tasks)
+        numbers, now_s = self._give(tasks), time.monotonic()
         for unit in units:
-            waiting = _Open(unit, names, is_new)
+            waiting = _Open(unit, names, is_new, now_s)
             self._open |= {next(numbers): (name, waiting) for name in names}
 
     def _give(self, tasks: Sequence[Task]) -> Iterator[int]:
@@ -176,6 +180,42 @@ class RewardRunner:
                 self._fill(unit)
                 scored.append(unit.rollouts)
         return scored
+
+    def waits(self, is_awaited: Callable[[Sequence[Rollout]], bool]) -> list[Wait]:
+        """Returns how many attempts wait for each part. May be called from any thread.
+
+        Args:
+            is_awaited: whether anybody waits for a unit, as it was submitted. Those whose attempts have ended meanwhile
+                are not counted.
+        """
+        waiting: dict[str, list[_Open]] = {}
+        # A copy, which is one step for the thread that changes it meanwhile.
+        for part, unit in list(self._open.values()):
+            if is_awaited(unit.rollouts):
+                waiting.setdefault(part, []).append(unit)
+        now_s = time.monotonic()
+        return [
+            Wait(
+                number=sum(len(unit.rollouts) for unit in units),
+                what=f"reward.parts.{part}",
+                longest_s=now_s - min(unit.since_s for unit in units),
+                limit=self._limit(part),
+            )
+            for part, units in sorted(waiting.items())
+        ]
+
+    def _limit(self, part: str) -> str:
+        """Returns what limits a wait for a part; see Wait."""
+        key, term = f"reward.parts.{part}", self._config.parts[part]
+        if self._judges and part in self._judges.names:
+            if term.timeout_s is None:
+                return f"its calls have the limits of {key}.options"
+            return f"a call may take {term.timeout_s:g} s: {key}.timeout_s"
+        setting = "reward.timeout_s" if term.timeout_s is None else f"{key}.timeout_s"
+        timeout_s = self._config.timeout_s if term.timeout_s is None else term.timeout_s
+        num_workers = self._config.workers
+        at_once = f"{num_workers} run at a time" if num_workers > 1 else "one runs at a time"
+        return f"a call may take {timeout_s:g} s: {setting}; {at_once}: reward.workers"
 
     def _judged(self) -> dict[int, Any]:
         return {-number: answer for number, answer in self._judges.take().items()} if self._judges else {}

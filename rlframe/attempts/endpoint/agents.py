@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlframe.attempts.endpoint.desk import Desk
 from rlframe.attempts.endpoint.server import Server
@@ -10,9 +10,11 @@ from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.attempts.sessions.pool import Session, SessionPool
 from rlframe.attempts.turns import ALONE_AFTER, DONE, ENVIRONMENT, Hosted
+from rlframe.attempts.waits import Waits
 from rlframe.environments.base import Step
 from rlframe.environments.config import EnvironmentConfig, Verdict
 from rlframe.types.rollout import FinishReason
+from rlframe.types.wait import Wait
 
 LOOKS = 4
 """Number of times within `environment.step_timeout_s` that an agent is looked at."""
@@ -31,15 +33,32 @@ class Agents:
     config: EnvironmentConfig
     places: asyncio.Semaphore
     """Held by each attempt whose agent runs."""
+    _queue: Waits = field(default_factory=Waits)
+    """Attempts that wait for a place."""
+    _desks: set[Desk] = field(default_factory=set)
+    """The desks of attempts whose agents run."""
+
+    def waits(self) -> list[Wait]:
+        """Returns how many attempts wait for their agents, and for a place."""
+        name, idle_s = self.config.name, [desk.idle_s for desk in self._desks if desk.is_idle]
+        limit = f"it may be without a call for {self.config.step_timeout_s:g} s: environment.step_timeout_s"
+        idle = Wait(number=len(idle_s), what=f"the agent {name}", longest_s=max(idle_s, default=0.0), limit=limit)
+        at_once = f"{len(self._desks)} run at present"
+        return [*([idle] if idle_s else []), *self._queue.told(f"the end of another agent {name}", at_once)]
 
     async def attempt(self, hosted: Hosted) -> Verdict:
         """See Host."""
-        async with self.places:
+        with self._queue.one():
+            await self.places.acquire()
+        try:
             return await self._attempt(hosted)
+        finally:
+            self.places.release()
 
     async def _attempt(self, hosted: Hosted) -> Verdict:
         desk = Desk(hosted, self.language, self.decode, max_calls=self.config.max_turns)
         number, endpoint = await self.server.open(desk, seed=hosted.seed(ENVIRONMENT))
+        self._desks.add(desk)
         try:
             session = await self.pool.open(
                 hosted.rollout.prompt, seed=endpoint.seed, alone=hosted.progress.neighbours >= ALONE_AFTER
@@ -60,6 +79,7 @@ class Agents:
             # It did not take the refusal well.
             step = Step(done=True, verdict=self.config.on_limit)
         finally:
+            self._desks.discard(desk)
             self.server.close(number)
             desk.close()
         return self._judged(hosted, desk, step)

@@ -46,9 +46,14 @@ class Desk:
         """Gets the error that ends the attempt."""
 
     @property
+    def is_idle(self) -> bool:
+        """Returns whether no call is under way."""
+        return not self._open
+
+    @property
     def idle_s(self) -> float:
         """Seconds for which no call has been under way."""
-        return 0.0 if self._open else time.monotonic() - self._idle_since
+        return time.monotonic() - self._idle_since if self.is_idle else 0.0
 
     @property
     def was_answered(self) -> bool:

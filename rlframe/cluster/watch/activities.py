@@ -1,9 +1,10 @@
 """The driver's present activities and the workers it waits for. The waiting code records them; the watchdog reads
 them."""
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 from rlframe.cluster.info import WorkerInfo
 from rlframe.cluster.watch.limits import Limits
 from rlframe.cluster.watch.marks import mark
+from rlframe.types.wait import Wait
+
+FRESH_S = 10.0
+"""Seconds for which it counts as known what attempts wait for. Their runner tells it each second."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -26,6 +31,10 @@ class Activity:
     """Workers whose answers are missing. It shrinks as they arrive."""
     not_started: list[str] = field(default_factory=list)
     """Names of further workers, whose location is not known yet."""
+    attempts: Sequence[Wait] = ()
+    """The attempts that wait, by what they wait for, engines left out, as their runner has told last."""
+    told_s: float = -math.inf
+    """Time at which it did, by time.monotonic."""
     is_call: bool = False
     """Whether the activity waits for workers and ends itself at its limit as long as Ray answers. Otherwise it is a
     phase or similar."""
@@ -44,6 +53,14 @@ class Activity:
         """Returns its duration so far in seconds, without process starts."""
         return time.monotonic() - self.begun_s - self.lent_s
 
+    def tell(self, attempts: Sequence[Wait]) -> None:
+        """Records what attempts wait for at this moment."""
+        self.attempts, self.told_s = attempts, time.monotonic()
+
+    def known_waits(self) -> Sequence[Wait]:
+        """Returns what attempts wait for, or nothing if that was told too long ago."""
+        return self.attempts if time.monotonic() - self.told_s < FRESH_S else ()
+
 
 class Activities:
     """The activities of this process, outermost first, and the limits learned from completed ones."""
@@ -53,8 +70,8 @@ class Activities:
         self._current: list[Activity] = []
         self.limits = Limits()
         self.num_changes = 0
-        """Number of changes: it grows when an activity begins or ends or an answer arrives, which shows that the driver
-        is running."""
+        """Number of changes: it grows when an activity begins or ends, which shows that the driver is running, and with
+        other progress of what it waits for."""
         self.around: Callable[[Activity], AbstractContextManager[Any]] = nullcontext
         """Block around each activity; a profile sets it."""
 
@@ -86,6 +103,11 @@ class Activities:
                 if activity.is_start:
                     for around in self._current:
                         around.lent_s += time.monotonic() - activity.begun_s
+
+    def note_progress(self) -> None:
+        """Records progress of what the driver waits for, besides that of workers, which mark theirs."""
+        with self._lock:
+            self.num_changes += 1
 
     def has_start(self) -> bool:
         """Returns whether processes are being started."""

@@ -1,4 +1,4 @@
-"""The sentences of the watchdog: late workers, their states, collectives and last actions."""
+"""The sentences of the watchdog: late workers, their states, collectives and last actions, and late attempts."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,9 +16,9 @@ REASONS = {
 
 
 def account(activity: Activity) -> str:
-    """Returns which workers `activity` waits for, and why: a line with the names, then a paragraph each with stack and
-    log, the likely causes first."""
-    workers = list(activity.waits_for)
+    """Returns which workers `activity` waits for, and why: a line with the names and with what attempts wait for, then
+    a paragraph each with stack and log, the likely causes first."""
+    workers, attempts = list(activity.waits_for), [str(wait) for wait in activity.known_waits()]
     sights = look_at(workers)
     order = sorted(range(len(workers)), key=lambda place: rank_of_blame(workers, sights, place))
     halted = halted_processes(workers)
@@ -27,11 +27,13 @@ def account(activity: Activity) -> str:
         for place in order
     ]
     names += [f"{name} (not started)" for name in activity.not_started]
-    head = f"still waiting for {', '.join(names)}" if names else "the driver itself is late"
-    lines = ["; ".join([head, *halted])]
+    head = [f"still waiting for {', '.join(names)}"] if names else []
+    if not names and not attempts:
+        head = ["the driver itself is late"]
+    lines = ["; ".join([*head, *attempts, *halted])]
     flights = {workers[place].rank: flight for place in order if (flight := sights[place].flight)}
     lines += [paragraph(workers[place], sights[place], flights) for place in order]
-    if all(sight.can_answer and idle(sight) for sight in sights):
+    if (workers or not attempts) and all(sight.can_answer and idle(sight) for sight in sights):
         lines.append(driver_stack(activity.thread))
     return "\n".join(line for line in lines if line)
 

@@ -112,7 +112,7 @@ class Watchdog(threading.Thread):
             current = ACTIVITIES.current()
             self._quiet = {activity: self._quiet.get(activity, _Quiet()) for activity in current}
             for activity in current:
-                self._look_after(activity, innermost=activity is current[-1])
+                self._look_after(activity, innermost=current[-1])
             self._look_after_end(current)
             self._look_round()
             if self.heard():
@@ -152,13 +152,15 @@ class Watchdog(threading.Thread):
             account(activity),
         )
 
-    def _look_after(self, activity: Activity, *, innermost: bool) -> None:
+    def _look_after(self, activity: Activity, *, innermost: Activity) -> None:
         over_s = -math.inf if activity.is_run else activity.took_s() - activity.limit_s
         if over_s > PATIENCE_S and (activity.is_call or not ACTIVITIES.has_start()):
             limit = f"{activity.limit_s:.3g} s ({activity.setting})"
-            end(f"{activity.name} took longer than {limit}, and the driver cannot end it; {account(activity)}")
+            # The wait inside a phase knows what is late.
+            late = account(activity if activity.is_call else innermost)
+            end(f"{activity.name} took longer than {limit}, and the driver cannot end it; {late}")
         # A phase in which code waits for workers is watched by that wait.
-        if not (activity.is_call or innermost) or over_s > 0:
+        if not (activity.is_call or activity is innermost) or over_s > 0:
             return
         quiet = self._quiet[activity]
         if activity.waits_for:

@@ -23,9 +23,9 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "an environment that answers at once takes a turn of the loop",
-            "        answer = await dialogue.respond(rollout)\n",
-            "        import asyncio\n        await asyncio.sleep(0.01 * rollout.sample_index)\n"
-            "        answer = await dialogue.respond(rollout)\n",
+            "            answer = await dialogue.respond(rollout)\n",
+            "            import asyncio\n            await asyncio.sleep(0.01 * rollout.sample_index)\n"
+            "            answer = await dialogue.respond(rollout)\n",
         ),
     ),
     *faults(
@@ -56,8 +56,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "answers are noted before the session has closed",
-            "        if answer.verdict:\n            await dialogue.close()\n",
-            "        answer.note(rollout)\n        answer = type(answer)(token_ids=answer.token_ids, verdict=answer.verdict, begins_anew=answer.begins_anew)\n        if answer.verdict:\n            await dialogue.close()\n",
+            "            if answer.verdict:\n                await dialogue.close()\n",
+            "            answer.note(rollout)\n            answer = type(answer)(token_ids=answer.token_ids, verdict=answer.verdict, begins_anew=answer.begins_anew)\n            if answer.verdict:\n                await dialogue.close()\n",
         ),
     ),
     *faults(

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rlframe.attempts.scoring import Judge
 from rlframe.rewards.base import build_reward
 from rlframe.rewards.config import Per, RewardConfig, RewardTerm
 from rlframe.rewards.judge.reading import Form, ReadingConfig, Unreadable, read
 from rlframe.rewards.runner import RewardRunner
 from rlframe.types.rollout import Rollout
+from rlframe.types.wait import Wait
 from rlframe.utils.errors import ConfigError, RlframeError, SettingError
 from tests.campaigns.rewards import rollout
 from tests.contracts.test_rewards import HOSTILE
@@ -203,6 +205,43 @@ def test_only_so_many_questions_at_a_time(concurrency: int) -> None:
         with RewardRunner(RewardConfig(parts={"judge": term})) as runner:
             runner.score(rollouts)
     assert server.most == concurrency and {one.reward for one in rollouts} == {1.0}
+
+
+def test_judges_tell_how_many_attempts_wait_for_them() -> None:
+    async def never() -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def run(server: Server) -> None:
+        parts = {
+            "judge": RewardTerm(name="judge", options=options(server), timeout_s=90),
+            "other": RewardTerm(name="judge", options=options(server)),
+        }
+        judge = Judge(RewardRunner(RewardConfig(parts=parts)), asyncio.get_running_loop())
+
+        async def waits(number: int) -> list[Wait]:
+            while [wait.number for wait in judge.waits()] != [number] * (2 if number else 0):
+                await asyncio.sleep(0.01)
+            return judge.waits()
+
+        try:
+            assert judge.waits() == []
+            scored = [asyncio.create_task(judge.score(rollout(index, "x", answer="y"))) for index in range(3)]
+            assert {wait.what: wait.limit for wait in await waits(3)} == {
+                "reward.parts.judge": "a call may take 90 s: reward.parts.judge.timeout_s",
+                "reward.parts.other": "its calls have the limits of reward.parts.other.options",
+            }
+            # The judges go on, and nobody waits for them.
+            scored[0].cancel()
+            await waits(2)
+            scored[1].cancel()
+            scored[2].cancel()
+            await waits(0)
+        finally:
+            await asyncio.to_thread(judge.close)
+
+    with serving(lambda request: never()) as server:
+        asyncio.run(run(server))
 
 
 def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

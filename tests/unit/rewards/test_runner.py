@@ -8,6 +8,7 @@ import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,13 +16,43 @@ import pytest
 from rlframe.cluster.watch.sight import State, cpu_seconds
 from rlframe.processes.pool import LARGEST_CHUNK
 from rlframe.processes.process import Process
+from rlframe.rewards import runner as module
 from rlframe.rewards.config import Per, RewardConfig, RewardTerm
 from rlframe.rewards.runner import RewardRunner, try_start
+from rlframe.types.wait import Wait
 from rlframe.utils.errors import ConfigError, RewardError, RlframeError
 from tests.campaigns.rewards import BAD, HANGING, USER_CODE, rollout
 from tests.until import under_a_fair_limit, until, until_state
 
 pytestmark = pytest.mark.later
+
+
+def test_it_tells_how_many_attempts_wait_for_which_part(monkeypatch: pytest.MonkeyPatch, user_file: str) -> None:
+    now_s = [100.0]
+    parts = {
+        "best": RewardTerm(name=f"{user_file}:moody", per=Per.GROUP),
+        "http": RewardTerm(name="exact_match"),
+        "slow": RewardTerm(name="exact_match", timeout_s=90),
+    }
+    with RewardRunner(RewardConfig(parts=parts, workers=1)) as runner:
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+        assert runner.waits(lambda unit: True) == []
+        rollouts = [rollout(index, "good") for index in range(3)]
+        runner.submit([[each] for each in rollouts], Per.ATTEMPT)
+        now_s[0] = 150.0
+        runner.submit([rollouts], Per.GROUP)
+        now_s[0] = 164.0
+        found = runner.waits(lambda unit: unit[0] is not rollouts[2])
+        while runner._open:
+            runner.take()
+        assert runner.waits(lambda unit: True) == []
+    limit = "a call may take 5 s: reward.timeout_s; one runs at a time: reward.workers"
+    ninety = "a call may take 90 s: reward.parts.slow.timeout_s; one runs at a time: reward.workers"
+    assert found == [
+        Wait(number=3, what="reward.parts.best", longest_s=14.0, limit=limit),
+        Wait(number=2, what="reward.parts.http", longest_s=64.0, limit=limit),
+        Wait(number=2, what="reward.parts.slow", longest_s=64.0, limit=ninety),
+    ]
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from rlframe.environments.config import EnvironmentConfig, Verdict
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
+from rlframe.types.wait import Wait
 from rlframe.utils.errors import WeightSyncFailed
 from tests.unit.attempts.endpoint.bench import END, load_words
 from tests.until import PATIENCE_S, under_a_fair_limit
@@ -63,7 +64,7 @@ class Bench:
         )
         self.runner = Runner(
             [self.ask],
-            Sides(decode=str, open=single_turn, score=self.score, host=agents.attempt),
+            Sides(decode=str, open=single_turn, score=self.score, host=agents.attempt, waits=agents.waits),
             run_seed=0,
             max_calls=100,
             max_positions=1024,
@@ -120,9 +121,9 @@ class Bench:
         await self.server.stop()
 
 
-def task(kind: str) -> Task:
+def task(kind: str, *, size: int = 1) -> Task:
     prompt = Prompt(id=kind, messages=({"role": "user", "content": "2+3="},), text="", input=ModelInput((1, 2)))
-    return Task(group=Group.begin(kind, prompt, 1), sampling=SamplingParams(max_tokens=20), step=1)
+    return Task(group=Group.begin(kind, prompt, size), sampling=SamplingParams(max_tokens=20), step=1)
 
 
 def attempted(
@@ -221,6 +222,49 @@ def test_no_more_agents_run_at_once_than_may(words: PreTrainedTokenizerBase) -> 
     _, ended, events, _ = attempted(words, functions(), *(f"waits_for_three_{name}" for name in "abcdef"), places=3)
     rewards = sorted(each.group.rollouts[0].total_reward for each in ended.values())
     assert rewards == [3.0] * 6 and events == {}
+
+
+def test_the_runner_tells_how_many_attempts_wait_for_agents_and_for_places(words: PreTrainedTokenizerBase) -> None:
+    async def run() -> list[Wait]:
+        bench = Bench(words, functions("by_prompt_in_the_loop"), places=2)
+        try:
+            bench.runner.start([task("hangs", size=5)], version=0)
+            waits: list[Wait] = []
+            while [wait.number for wait in waits] != [2, 3]:
+                waits = (await bench.runner.news(0.01)).waits
+            return waits
+        finally:
+            bench.runner.cancel()
+            await bench.close()
+
+    agent, place = asyncio.run(run())
+    assert agent.what == "the agent endpoint" and place.what == "the end of another agent endpoint"
+    assert agent.limit == "it may be without a call for 600 s: environment.step_timeout_s"
+    assert place.limit == "2 run at present"
+
+
+class Looking(Bench):
+    """Looks what attempts wait for while an engine answers."""
+
+    seen: list[list[Wait]]
+
+    async def ask(self, requests: list[GenerationRequest]) -> list[Completion]:
+        self.seen.append(self.runner._turns.waits())
+        return await super().ask(requests)
+
+
+def test_an_attempt_whose_agent_has_a_call_under_way_waits_for_an_engine(words: PreTrainedTokenizerBase) -> None:
+    async def run() -> list[list[Wait]]:
+        bench = Looking(words, functions())
+        bench.seen = []
+        try:
+            await bench.run(task("good"))
+            assert bench.runner._turns.waits() == []
+            return bench.seen
+        finally:
+            await bench.close()
+
+    assert asyncio.run(run()) == [[], []]
 
 
 def test_a_failed_agent_may_begin_again_or_be_trained_on(words: PreTrainedTokenizerBase) -> None:

@@ -29,9 +29,7 @@ def compiled(module: str, kernel: str, types: dict[str, str], constants: dict[st
     return triton.compile(ASTSource(function, kinds, values), target=target, options=options)
 
 
-@pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("forbids", [False, True])
-@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize(("logits", "forbids", "divides"), [("*bf16", True, False), ("*fp32", False, True)])
 def test_one_pass(logits: str, forbids: bool, divides: bool) -> None:
     types = ROWS | RESULTS | {"logits": logits}
     sizes = {"LANES": 512, "BLOCKS": 4}
@@ -41,8 +39,7 @@ def test_one_pass(logits: str, forbids: bool, divides: bool) -> None:
     assert chosen.asm["cubin"]
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize(("group", "queries"), [(2, 16), (8, 64)])
+@pytest.mark.parametrize(("size", "group", "queries"), [(128, 2, 16), (256, 2, 16), (128, 8, 64)])
 def test_shared_attention(size: int, group: int, queries: int) -> None:
     from rlframe.rollout.vllm.attention.kernels import tokens_and_warps
     from rlframe.rollout.vllm.attention.plan import NARROW, WIDE

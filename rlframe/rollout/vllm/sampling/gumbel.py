@@ -80,7 +80,7 @@ def _best(
             token = base + quarter * LANES
             inside = token < vocabulary
             logit = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
-            total = tl.where(inside, logit - tl.log(_exponential(bits)), float("-inf"))
+            total = tl.where(inside, logit - tl.log(exponential(bits)), float("-inf"))
             better = total > greatest
             greatest = tl.where(better, total, greatest)
             found = tl.where(better, token, found)
@@ -90,7 +90,7 @@ def _best(
 
 
 @triton.jit
-def _exponential(bits):
+def exponential(bits):
     """Returns exponentially distributed numbers, the small ones as fine as float32 has them: they decide."""
     # The middles of 2^31 intervals.
     uniform = tl.uint_to_uniform_float(bits) + 2.3283064e-10

@@ -21,7 +21,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlframe.rollout.vllm.sampling.gumbel import _exponential
+from rlframe.rollout.vllm.sampling.gumbel import exponential
 from rlframe.rollout.vllm.sampling.sampler import record_second
 
 LANES = 512
@@ -225,7 +225,7 @@ def _added(one, two, three, four, top, total):
 @triton.jit
 def _compared(logits, bits, token, is_greedy, stops, num_stops, greatest, found):
     """Returns the greatest sums of logit and noise by lane, and their tokens, with some more tokens."""
-    noisy = logits - tl.where(is_greedy, 0.0, tl.log(_exponential(bits)))
+    noisy = logits - tl.where(is_greedy, 0.0, tl.log(exponential(bits)))
     for index in range(0, num_stops):
         noisy = tl.where(token == tl.load(stops + index), float("-inf"), noisy)
     better = noisy > greatest

@@ -40,7 +40,7 @@ def write_noise(out, seed, place, LANES: tl.constexpr, EXPONENTIAL: tl.constexpr
 def noise(seed: int, place: int, count: int) -> torch.Tensor:
     """[4, count] exponential numbers."""
     out = torch.empty(4, count)
-    write_noise[(1,)](out, seed, place, LANES=count, EXPONENTIAL=gumbel._exponential)
+    write_noise[(1,)](out, seed, place, LANES=count, EXPONENTIAL=gumbel.exponential)
     return out
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from rlframe.rollout.vllm.sampling import one_pass
 from rlframe.rollout.vllm.sampling import sampler as tempered
-from rlframe.rollout.vllm.sampling.gumbel import _exponential
+from rlframe.rollout.vllm.sampling.gumbel import exponential
 from rlframe.rollout.vllm.sampling.one_pass import OnePass, Stops, draw, install
 
 LANES, BLOCKS = 16, 2
@@ -51,7 +51,7 @@ def write_noise(out, seed, place, LANES: tl.constexpr, EXPONENTIAL: tl.constexpr
 def noise(seed: int, place: int) -> torch.Tensor:
     """[V] exponential numbers by token: a block has a quarter of its tokens from each of the four numbers."""
     out = torch.empty(4, 4 * LANES)
-    write_noise[(1,)](out, seed, place, LANES=4 * LANES, EXPONENTIAL=_exponential)
+    write_noise[(1,)](out, seed, place, LANES=4 * LANES, EXPONENTIAL=exponential)
     return torch.cat([block.flatten() for block in out.split(LANES, dim=1)])[:VOCABULARY]
 
 

@@ -32,6 +32,7 @@ from rlframe.megatron.model.transformer import layer_spec, transformer_config
 from rlframe.megatron.packed import context_parallel, shared_prompts
 from rlframe.megatron.vocab.chunked_head import ChunkedHead
 from rlframe.megatron.vocab.float32_head import keep_float32
+from rlframe.megatron.vocab.in_place import add_in_place
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
@@ -202,6 +203,7 @@ def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> Distr
             module.mtp_head.requires_grad_(False)
     if device.type == "cuda" and train.kernels.gradient_accumulation_fusion:
         accumulate_in_place(module)
+        add_in_place(module, overlaps=train.communication.overlap_grad_reduce)
     return DistributedDataParallel(
         module.config,
         ddp_config(train.communication),

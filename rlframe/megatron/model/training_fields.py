@@ -1,5 +1,6 @@
 """Translates the options of training into fields of Megatron's configurations and environment variables."""
 
+import math
 from typing import Any
 
 import torch
@@ -158,5 +159,13 @@ def freeze_routers(module: nn.Module) -> None:
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """Returns the number that the tokens of one rank must be a multiple of, besides the requirements of its layout."""
-    return 1 if config.fp8 is None else Fp8Config(recipe=Fp8Recipe(config.fp8_recipe)).token_multiple
+    """Returns the number that the tokens of one rank must be a multiple of, besides the requirements of its layout.
+
+    On a GPU it is a multiple of 4: of other numbers of rows Transformer Engine computes norms by its general kernels,
+    which take twice as long (2.20, `NormalizationPlanRegistry::getNormalizationPlan`). Not with losses of routers,
+    which count padding.
+    """
+    multiple = 1 if config.fp8 is None else Fp8Config(recipe=Fp8Recipe(config.fp8_recipe)).token_multiple
+    counts_padding = config.moe_router_load_balancing_type != "none" or config.moe_z_loss_coeff
+    has_experts = config.num_moe_experts is not None
+    return multiple if config.use_cpu_initialization or (has_experts and counts_padding) else math.lcm(multiple, 4)

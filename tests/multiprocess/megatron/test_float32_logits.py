@@ -1,4 +1,5 @@
-"""In bfloat16, logprobs with float32 logits are those of products in float32 from the states, and so are gradients."""
+"""The output layer and the embeddings in bfloat16: logprobs with float32 logits are those of products in float32 from the
+states, and so are gradients; weight gradients that are added in place are those of autograd, and rounded less."""
 
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,31 @@ from tests.tiny_models import make
 
 TEMPERATURE = 0.7
 HEAD = "lm_head.weight"
+EMBEDDINGS = "model.embed_tokens.weight"
 CASES = {"rounded": (False, None), "float32": (True, None), "by chunks": (True, 7)}
 """Whether logits are in float32, and the tokens of a chunk."""
 
 
-def on_rank(rank: int, init_method: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
-    """By case logprobs and the gradient of the output layer, and what products in double precision say of both."""
+def start(init_method: str, folder: str, *, float32_logits: bool = False, dtype: str = "bfloat16", **train: Any) -> Any:
+    """A trainer of one rank."""
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415 - not in the process of the tests
+
+    return Trainer(TrainerSetup(
+        init_method=init_method, device=torch.device("cpu"), seed=0, temperature=TEMPERATURE, timeout_s=60,
+        model=ModelConfig(path=folder, float32_logits=float32_logits), train=TrainConfig(dtype=dtype, **train),
+        total_optimizer_steps=1, with_reference=False,
+    ))  # fmt: skip
+
+
+def on_rank(rank: int, init_method: str, folder: str, tied: str) -> dict[str, dict[str, Any]]:
+    """By case logprobs and the gradient of the output layer, and what products in double precision say of both. By
+    model `in_place`."""
     from rlframe.megatron.model import forward
     from rlframe.megatron.worker import parallel
-    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup
 
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, (float32_logits, chunk) in CASES.items():
-        trainer = Trainer(TrainerSetup(
-            init_method=f"{init_method}-{name}", device=torch.device("cpu"), seed=0, temperature=TEMPERATURE,
-            model=ModelConfig(path=folder, float32_logits=float32_logits),
-            train=TrainConfig(dtype="bfloat16", logits_chunk_tokens=chunk), total_optimizer_steps=1, timeout_s=60,
-            with_reference=False,
-        ))  # fmt: skip
+        trainer = start(f"{init_method}-{name}", folder, float32_logits=float32_logits, logits_chunk_tokens=chunk)
         batch = sequences()
         ((share,), _) = split(batch, weights_of(batch), num_ranks=1, max_tokens=1000)
         (microbatch,) = share.microbatches()
@@ -45,6 +53,42 @@ def on_rank(rank: int, init_method: str, folder: str) -> dict[str, dict[str, tor
         weight = layer.weight.detach()[: trainer.model.architecture.vocab_size]
         expected = from_states(seen[0].squeeze(1), weight, microbatch)
         found[name] = {"logprobs": logprobs, "gradient": gradient.view_as(weight), **expected}
+        parallel.shutdown()
+    for kind, path in (("untied", folder), ("tied", tied)):
+        found[kind] = in_place(f"{init_method}-{kind}", path)
+    return found
+
+
+def in_place(init_method: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Gradients of the vocabulary's weights after two micro-batches: of autograd, added in place, and of float32."""
+    from rlframe.megatron.model import forward  # noqa: PLC0415 - not in the process of the tests
+    from rlframe.megatron.vocab import in_place  # noqa: PLC0415
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415
+
+    calls = []
+
+    def added(states: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
+        calls.append(total)
+        total.addmm_(grad.t().to(total.dtype), states.to(total.dtype))
+
+    # In the place of Transformer Engine's product, which needs a GPU.
+    in_place.WeightGradients.wgrad_gemm_accum_fp32 = staticmethod(added)
+    found = {}
+    for way in ("autograd", "in place", "chunks in place", "exact"):
+        dtype, chunk = "float32" if way == "exact" else "bfloat16", 7 if way.startswith("chunks") else None
+        trainer = start(f"{init_method}-{way}", folder, dtype=dtype, logits_chunk_tokens=chunk)
+        if way.endswith("in place"):
+            in_place.add_in_place(trainer.model.chunks[0].module, overlaps=False)
+        batch = sequences()
+        ((share,), _) = split(batch, weights_of(batch), num_ranks=1, max_tokens=30)
+        microbatches = share.microbatches()
+        assert len(microbatches) > 1
+        forward.accumulate_gradients(trainer.model, microbatches, Weighted(), temperature=TEMPERATURE)
+        gradients = exported_gradients(trainer)
+        found[way] = {name: gradients[name][0][1] for name in (HEAD, EMBEDDINGS) if name in gradients}
+        # Nothing is computed twice, nor by chunks that have a way of their own.
+        assert len(calls) == (len(microbatches) if way == "in place" else 0)
+        calls.clear()
         parallel.shutdown()
     return found
 
@@ -62,11 +106,13 @@ def from_states(states: torch.Tensor, weight: torch.Tensor, microbatch: Any) -> 
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """See `on_rank`."""
     folder: Path = tmp_path_factory.mktemp("model")
+    tied: Path = tmp_path_factory.mktemp("tied")
     make("qwen3", folder)
-    (found,) = run_distributed(on_rank, 1, str(folder))
+    make("qwen3_tied", tied)
+    (found,) = run_distributed(on_rank, 1, str(folder), str(tied))
     return found
 
 
@@ -81,3 +127,13 @@ def test_gradients_are_those_of_rounded_slopes(found: Any, case: str) -> None:
     expected = found[case]["expected_gradient"]
     # Slopes have 8 bits, and so has the sum over tokens in the weight's number format.
     assert (found[case]["gradient"] - expected).abs().max() < 0.01 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_gradients_that_are_added_in_place_are_those_of_autograd(found: Any, kind: str) -> None:
+    gradients = found[kind]
+    assert gradients["autograd"].keys() == ({EMBEDDINGS} if kind == "tied" else {HEAD, EMBEDDINGS})
+    for name, exact in gradients["exact"].items():
+        apart = {way: float((each[name].float() - exact).norm() / exact.norm()) for way, each in gradients.items()}
+        assert apart["in place"] <= 1.05 * apart["autograd"] < 0.03, name
+        assert apart["chunks in place"] < 0.03, name

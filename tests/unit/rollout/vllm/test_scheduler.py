@@ -1,13 +1,20 @@
-"""The short way of the scheduler against vLLM's own cache manager: the same blocks, and the same hits afterwards."""
+"""The short ways of the scheduler against vLLM's own cache manager and scheduler: the same blocks, the same hits
+afterwards, and the same steps."""
 
 import importlib.util
+import random
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rlframe.rollout.vllm.scheduler import MARGIN, scheduler, shorten
+from rlframe.rollout.vllm.ahead import STEPS
+from rlframe.rollout.vllm.scheduler import MARGIN, Repeated, scheduler, shorten
+from tests.tiny_models import make
 
 pytestmark = [
     pytest.mark.engine,
@@ -15,6 +22,7 @@ pytestmark = [
 ]
 
 SIZE, PROMPTS, RESPONSE = 8, (21, 16, 40), 50
+STEPS_SERVED = 400
 
 
 def manager(*, window: int | None = None) -> Any:
@@ -28,8 +36,8 @@ def manager(*, window: int | None = None) -> Any:
     return KVCacheManager(config, max_model_len=200, scheduler_block_size=SIZE, hash_block_size=SIZE)
 
 
-def request(name: str, tokens: list[int]) -> Any:
-    """vLLM's request."""
+def request(name: str, tokens: list[int], *, max_tokens: int = RESPONSE) -> Any:
+    """vLLM's request. Token 7 ends it."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -37,7 +45,8 @@ def request(name: str, tokens: list[int]) -> Any:
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(SIZE, sha256)
-    return Request(name, tokens, SamplingParams(max_tokens=RESPONSE), None, block_hasher=hasher)
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=[7])
+    return Request(name, tokens, sampling, None, block_hasher=hasher)
 
 
 def decode(cache: Any, *, lag: int) -> tuple[list[Any], list[int]]:
@@ -98,3 +107,97 @@ def test_vllms_own_class_is_made_for_the_configuration() -> None:
     assert isinstance(scheduler(vllm_config=vllm_config, log_stats=False), Own)
     assert made == [{"vllm_config": vllm_config, "log_stats": False}] and config.scheduler_cls == "rlframe's"
     assert Own.kv_cache_manager.allocate_slots.__name__ == "allocate_slots"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for vLLM's configuration."""
+    folder = tmp_path_factory.mktemp("model")
+    make("qwen3", folder)
+    return folder
+
+
+def scheduling(folder: Path, *, blocks: int, second_runner: bool) -> Any:
+    """vLLM's scheduler ahead of the tokens, with a cache of so many blocks."""
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    model = ModelConfig(model=str(folder), tokenizer=str(folder), dtype="float32", max_model_len=120)
+    vllm_config = VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=SIZE, enable_prefix_caching=True),
+        device_config=DeviceConfig(device="cpu"),
+        scheduler_config=SchedulerConfig(
+            max_model_len=120, is_encoder_decoder=False, max_num_batched_tokens=64, max_num_seqs=6, async_scheduling=True
+        ),
+    )
+    spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    vllm_config.cache_config.num_gpu_blocks = blocks
+    manager = StructuredOutputManager(vllm_config)
+    made = AsyncScheduler(vllm_config, cache, manager, block_size=SIZE, hash_block_size=SIZE)
+    made.use_v2_model_runner = second_runner
+    return made
+
+
+def served(made: Any, *, seed: int) -> Iterator[Any]:
+    """What a scheduler decides on while requests come, end by a token or their length, are aborted, and pause."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import RequestStatus
+
+    drawn, under_way, count, prompt = random.Random(seed), deque(), 0, [9]
+    for step in range(STEPS_SERVED):
+        if drawn.random() < 0.02:
+            for _ in range(drawn.randint(1, 5)):
+                # Some continue what a sequence before has, whose blocks are remembered.
+                if made.running and drawn.random() < 0.4:
+                    prompt = [*drawn.choice(made.running).all_token_ids, 9][:60]
+                elif drawn.random() < 0.8:
+                    prompt = [drawn.randrange(8, 60) for _ in range(drawn.randint(3, 40))]
+                made.add_request(request(str(count), prompt, max_tokens=drawn.choice([5, 60, 1000])))
+                count += 1
+        if drawn.random() < 0.01 and made.running:
+            made.finish_requests(drawn.choice(made.running).request_id, RequestStatus.FINISHED_ABORTED)
+        if step % 100 == 90:
+            made.set_pause_state(PauseState.PAUSED_ALL)
+        if step % 100 == 94:
+            made.set_pause_state(PauseState.UNPAUSED)
+            made.reset_prefix_cache(reset_running_requests=step > 200)
+        output = made.schedule()
+        begun = {name for name in output.num_scheduled_tokens if made.requests[name].is_prefill_chunk}
+        under_way.append((output, begun))
+        yield output, [(each.request_id, each.num_computed_tokens, each.is_prefill_chunk) for each in made.running]
+        if len(under_way) == STEPS or not output.total_num_scheduled_tokens:
+            first, begun = under_way.popleft()
+            names = list(first.num_scheduled_tokens)
+            # A prompt that has only begun gives no token.
+            tokens = [
+                [] if name in begun else [7 if drawn.random() < 0.01 else drawn.randrange(8, 60)] for name in names
+            ]
+            places = {name: index for index, name in enumerate(names)}
+            outputs = made.update_from_output(
+                first, ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=tokens)
+            )
+            yield {key: str(value.outputs) for key, value in outputs.items()}
+
+
+@pytest.mark.parametrize("second_runner", [False, True])
+@pytest.mark.parametrize("blocks", [200, 30])
+def test_a_step_that_is_repeated_is_the_one_that_vllm_decides_on(
+    folder: Path, blocks: int, second_runner: bool
+) -> None:
+    for seed in range(3):
+        own = scheduling(folder, blocks=blocks, second_runner=second_runner)
+        short = scheduling(folder, blocks=blocks, second_runner=second_runner)
+        assert shorten(short.kv_cache_manager, lookahead=0) and Repeated.knows(short)
+        decided, decide = [], short.schedule
+        short.schedule = lambda *rest, decide=decide, decided=decided: decided.append(1) or decide(*rest)
+        Repeated(short).install()
+        for expected, found in zip(served(own, seed=seed), served(short, seed=seed), strict=True):
+            assert found == expected
+        assert STEPS_SERVED - len(decided) > 50
+        free, other = (each.kv_cache_manager.block_pool.get_num_free_blocks() for each in (own, short))
+        assert free == other

@@ -126,7 +126,8 @@ def gradients(parts: Any, leaves: list[Tensor], grads: list[Tensor]) -> tuple[Te
 def searched(work: Callable[[], Any]) -> list[tuple[float, int, int, int]]:
     """Returns microseconds of forward and backward with heads, programs and warps, the fastest first."""
     before, found = (kernels.HEADS, kernels.PROGRAMS, kernels.WARPS), []
-    for kernels.HEADS, kernels.PROGRAMS, kernels.WARPS in itertools.product((8, 16, 32), (264, 330, 512, 1024), (2, 4, 8)):
+    sizes = itertools.product((8, 16, 32), (264, 330, 512, 1024), (2, 4, 8))
+    for kernels.HEADS, kernels.PROGRAMS, kernels.WARPS in sizes:
         found.append((seconds(work) * 1e6, kernels.HEADS, kernels.PROGRAMS, kernels.WARPS))
     kernels.HEADS, kernels.PROGRAMS, kernels.WARPS = before
     return sorted(found)

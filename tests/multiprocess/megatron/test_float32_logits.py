@@ -1,5 +1,5 @@
-"""The output layer and the embeddings in bfloat16: logprobs with float32 logits are those of products in float32 from the
-states, and so are gradients; weight gradients that are added in place are those of autograd, and rounded less."""
+"""The output layer and the embeddings in bfloat16: logprobs with float32 logits are those of products in float32 from
+the states, and so are gradients; weight gradients that are added in place are those of autograd."""
 
 from pathlib import Path
 from typing import Any

@@ -48,7 +48,7 @@ def install(runner: Any) -> None:
     sampler: Any = getattr(runner, "sampler", None)
     if not hasattr(sampler, "logit_bias_state"):
         return
-    sampler.plain = np.zeros(runner.max_num_reqs, dtype=bool)
+    sampler.plain, sampler.staged = np.zeros(runner.max_num_reqs, dtype=bool), True
     sampler.one_pass = OnePass(sampler, dtype=runner.dtype, device=runner.device)
     sampler.__class__ = over(type(sampler))
 
@@ -61,6 +61,13 @@ def over(base: Any) -> Any:
         def add_request(self, req_idx: int, *args: Any) -> None:
             super().add_request(req_idx, *args)
             self.plain[req_idx] = is_plain(args[-1])
+            self.staged = True
+
+        def apply_staged_writes(self) -> None:
+            # vLLM copies all values of all slots in every step, 0.19 ms. New requests alone change them.
+            if self.staged:
+                super().apply_staged_writes()
+                self.staged = False
 
         def __call__(self, logits: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
             self._rows = input_batch.idx_mapping_np

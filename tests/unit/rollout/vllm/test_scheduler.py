@@ -130,7 +130,11 @@ def scheduling(folder: Path, *, blocks: int, second_runner: bool) -> Any:
         cache_config=CacheConfig(block_size=SIZE, enable_prefix_caching=True),
         device_config=DeviceConfig(device="cpu"),
         scheduler_config=SchedulerConfig(
-            max_model_len=120, is_encoder_decoder=False, max_num_batched_tokens=64, max_num_seqs=6, async_scheduling=True
+            max_model_len=120,
+            is_encoder_decoder=False,
+            max_num_batched_tokens=64,
+            max_num_seqs=6,
+            async_scheduling=True,
         ),
     )
     spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)

@@ -179,6 +179,11 @@ class Sampler:
         prompts = np.zeros(4, dtype=np.int64)
         prompts[SLOTS] = LENGTHS
         self.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=prompts))
+        self.copies = 0
+
+    def apply_staged_writes(self) -> None:
+        """Counts how often all values are copied."""
+        self.copies += 1
 
     def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
         """Takes the values of a request, which `vllm_sampler` has."""
@@ -220,9 +225,14 @@ def test_a_request_has_its_tokens_and_record_in_any_company(logits: torch.Tensor
         seq_lens_cpu_upper_bound=LENGTHS,
         prefill_len_np=np.full(4, 3),
     )
+    for _ in range(3):
+        one.apply_staged_writes()
     tokens = one(logits, batch).sampled_token_ids[:, 0].tolist()
     # With a request that asks for more the whole step is vLLM's, but for the noise.
     one.add_request(1, 3, parameters(top_p=0.9))
+    for _ in range(3):
+        one.apply_staged_writes()
+    assert one.copies == 2
     assert one(logits, batch).sampled_token_ids[:, 0].tolist() == tokens
     for row, slot in ((0, 2), (2, 3)):
         found, logprobs = record.take(f"request {slot}", 9)

@@ -106,30 +106,20 @@ PLANS: dict[str, list[Phase]] = {
             "3": [side("trl_tail", "trl", 420, TAIL, warm_up=1)],
         }
     ],
-    # 800 seconds: the first workload on all sides, and the second on two of them.
+    # 1,000 seconds: both workloads on all sides, and tests.
     "two_h200": [
         {
             "0": [
                 side("verl", "verl", 470, WIDE["verl"], warm_up=1),
-                side("trl_tail", "trl", 420, TAIL, warm_up=1),
+                side("verl_tail", "verl", 520, TAIL, warm_up=1),
                 DRAWS,
             ],
             "1": [
                 side("trl", "trl", 250, WIDE["trl"], warm_up=1),
                 side("rlframe", "rlframe", 270, WIDE["rlframe"]),
-                side("rlframe_tail", "rlframe", 290, f"{TAIL} {WIDE['rlframe']}"),
-                ROLLOUT,
-            ],
-        }
-    ],
-    "two_h200_tail": [
-        {
-            "0": [side("verl_tail", "verl", 520, TAIL, warm_up=1)],
-            "1": [
+                side("rlframe_tail", "rlframe", 300, f"{TAIL} {WIDE['rlframe']}"),
                 side("trl_tail", "trl", 420, TAIL, warm_up=1),
-                side("rlframe_tail", "rlframe", 290, f"{TAIL} {WIDE['rlframe']}"),
-                TRAINING,
-                QUERY_KEY,
+                ROLLOUT,
             ],
         }
     ],

@@ -172,8 +172,13 @@ class Repeated:
             new = self._manager.allocate_slots(running[index], 1, num_lookahead_tokens=0)
             assert new is not None, "one block is free for each"
             blocks[index] = new.get_block_ids(allow_none=True)
+        common = self._last.num_common_prefix_blocks
+        if any(common):
+            # A sequence that runs alone has all its blocks in common with itself. Later releases count none.
+            common = self._manager.get_num_common_prefix_blocks(running[0].request_id)
         output = replace(
             self._last,
+            num_common_prefix_blocks=common,
             scheduled_cached_reqs=replace(
                 self._last.scheduled_cached_reqs,
                 all_token_ids={},

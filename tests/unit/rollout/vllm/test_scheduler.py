@@ -5,6 +5,7 @@ import importlib.util
 import random
 from collections import deque
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,14 +40,20 @@ def manager(*, window: int | None = None) -> Any:
 def request(name: str, tokens: list[int], *, max_tokens: int = RESPONSE) -> Any:
     """vLLM's request. Token 7 ends it."""
     from vllm.sampling_params import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(SIZE, sha256)
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=[7])
-    return Request(name, tokens, sampling, None, block_hasher=hasher)
+    return Request(name, tokens, sampling, None, block_hasher=hasher())
+
+
+@cache
+def hasher() -> Any:
+    """Names blocks by their tokens. The beginning is drawn once, as in an engine."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    init_none_hash(sha256)
+    return get_request_block_hasher(SIZE, sha256)
 
 
 def decode(cache: Any, *, lag: int) -> tuple[list[Any], list[int]]:

@@ -116,7 +116,7 @@ PLANS: dict[str, list[Phase]] = {
             ],
             "1": [
                 side("trl", "trl", 250, WIDE["trl"], warm_up=1),
-                side("rlframe", "rlframe", 270, WIDE["rlframe"]),
+                side("rlframe", "rlframe", 300, WIDE["rlframe"]),
                 side("rlframe_tail", "rlframe", 300, f"{TAIL} {WIDE['rlframe']}"),
                 side("trl_tail", "trl", 420, TAIL, warm_up=1),
                 ROLLOUT,

@@ -24,7 +24,7 @@ def test_draws_follow_the_softmax() -> None:
     from rlframe.rollout.vllm.sampling.gumbel import draw
 
     device = torch.device("cuda")
-    logits = 2 * torch.randn(VOCABULARY, device=device, generator=torch.Generator(device).manual_seed(0))
+    logits = torch.randn(VOCABULARY, device=device, generator=torch.Generator(device).manual_seed(0))
     logits[::7] = -torch.inf
     seeds = torch.full((ROWS,), 2**62 + 5, device=device)
     tokens = draw(logits.expand(ROWS, -1).contiguous(), seeds, torch.arange(ROWS, device=device))
@@ -44,7 +44,9 @@ def test_draws_follow_the_softmax() -> None:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    folder = make_with_tokenizer("qwen3_tied", tmp_path_factory.mktemp("model"), head_dim=64)
+    folder = make_with_tokenizer(
+        "qwen3_tied", tmp_path_factory.mktemp("model"), head_dim=64, max_position_embeddings=256
+    )
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     config = VllmConfig(kv_cache_gb=1.0, max_num_seqs=16, max_model_len=256, compile=False)
     with pytest.MonkeyPatch.context() as patch:

@@ -132,6 +132,7 @@ def test_a_head_that_the_run_trains_drafts_ever_better(tmp_path: Path) -> None:
         "model.path": make_served("glm4_moe", tmp_path / "model"),
         "model.random_init": "false",
         "train.parallel": "d1",
+        "train.moe.router_replay": "false",
         "train.mtp.mode": "train",
         "train.mtp.loss_scaling_factor": 1.0,
         # Which random answers do not earn: the policy stays, and the head catches up.

@@ -22,48 +22,58 @@ CASES = {"rounded": (False, None), "float32": (True, None), "by chunks": (True, 
 """Whether logits are in float32, and the tokens of a chunk."""
 
 
-def start(init_method: str, folder: str, *, float32_logits: bool = False, dtype: str = "bfloat16", **train: Any) -> Any:
+def start(init_method: str, folder: str, *, float32_logits: bool = False, chunk: int | None = None) -> Any:
     """A trainer of one rank."""
     from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415 - not in the process of the tests
 
     return Trainer(TrainerSetup(
         init_method=init_method, device=torch.device("cpu"), seed=0, temperature=TEMPERATURE, timeout_s=60,
-        model=ModelConfig(path=folder, float32_logits=float32_logits), train=TrainConfig(dtype=dtype, **train),
-        total_optimizer_steps=1, with_reference=False,
+        model=ModelConfig(path=folder, float32_logits=float32_logits),
+        train=TrainConfig(dtype="bfloat16", logits_chunk_tokens=chunk), total_optimizer_steps=1, with_reference=False,
     ))  # fmt: skip
 
 
 def on_rank(rank: int, init_method: str, folder: str, tied: str) -> dict[str, dict[str, Any]]:
-    """By case logprobs and the gradient of the output layer, and what products in double precision say of both. By
-    model `in_place`."""
+    """By case logprobs and the gradient of the output layer, and what products in double precision say of both; and
+    `in_place` of these and of a model with tied embeddings."""
     from rlframe.megatron.model import forward
     from rlframe.megatron.worker import parallel
 
     found: dict[str, dict[str, Any]] = {}
     for name, (float32_logits, chunk) in CASES.items():
-        trainer = start(f"{init_method}-{name}", folder, float32_logits=float32_logits, logits_chunk_tokens=chunk)
-        batch = sequences()
-        ((share,), _) = split(batch, weights_of(batch), num_ranks=1, max_tokens=1000)
-        (microbatch,) = share.microbatches()
+        trainer = start(f"{init_method}-{name}", folder, float32_logits=float32_logits, chunk=chunk)
+        (microbatch,) = microbatches(1000)
         layer, seen = trainer.model.chunks[0].module.output_layer, []
-        layer.register_forward_pre_hook(lambda _, arguments, seen=seen: seen.append(arguments[0].detach()))
+        hook = layer.register_forward_pre_hook(lambda _, arguments, seen=seen: seen.append(arguments[0].detach()))
         (logprobs,) = trainer.logprobs([microbatch], reference=False)
         forward.accumulate_gradients(trainer.model, [microbatch], Weighted(), temperature=TEMPERATURE)
         ((_, gradient),) = exported_gradients(trainer)[HEAD]
+        hook.remove()
         weight = layer.weight.detach()[: trainer.model.architecture.vocab_size]
         expected = from_states(seen[0].squeeze(1), weight, microbatch)
         found[name] = {"logprobs": logprobs, "gradient": gradient.view_as(weight), **expected}
+        found[name] |= in_place(trainer, fuses=name == "rounded")
         parallel.shutdown()
-    for kind, path in (("untied", folder), ("tied", tied)):
-        found[kind] = in_place(f"{init_method}-{kind}", path)
+    found["tied"] = in_place(start(f"{init_method}-tied", tied), fuses=True)
+    parallel.shutdown()
     return found
 
 
-def in_place(init_method: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Gradients of the vocabulary's weights after two micro-batches: of autograd, added in place, and of float32."""
+def microbatches(max_tokens: int) -> list[Any]:
+    """The micro-batches of a step."""
+    batch = sequences()
+    ((share,), _) = split(batch, weights_of(batch), num_ranks=1, max_tokens=max_tokens)
+    return share.microbatches()
+
+
+def in_place(trainer: Any, *, fuses: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """Gradients of the vocabulary's weights after several micro-batches, by autograd and added in place.
+
+    Args:
+        fuses: whether the output layer's are, too: it has no way of its own.
+    """
     from rlframe.megatron.model import forward  # noqa: PLC0415 - not in the process of the tests
     from rlframe.megatron.vocab import in_place  # noqa: PLC0415
-    from rlframe.megatron.worker import parallel  # noqa: PLC0415
 
     calls = []
 
@@ -73,23 +83,15 @@ def in_place(init_method: str, folder: str) -> dict[str, dict[str, torch.Tensor]
 
     # In the place of Transformer Engine's product, which needs a GPU.
     in_place.WeightGradients.wgrad_gemm_accum_fp32 = staticmethod(added)
-    found = {}
-    for way in ("autograd", "in place", "chunks in place", "exact"):
-        dtype, chunk = "float32" if way == "exact" else "bfloat16", 7 if way.startswith("chunks") else None
-        trainer = start(f"{init_method}-{way}", folder, dtype=dtype, logits_chunk_tokens=chunk)
-        if way.endswith("in place"):
-            in_place.add_in_place(trainer.model.chunks[0].module, overlaps=False)
-        batch = sequences()
-        ((share,), _) = split(batch, weights_of(batch), num_ranks=1, max_tokens=30)
-        microbatches = share.microbatches()
-        assert len(microbatches) > 1
-        forward.accumulate_gradients(trainer.model, microbatches, Weighted(), temperature=TEMPERATURE)
+    some, found = microbatches(30), {}
+    assert len(some) > 1
+    for way in ("autograd", "in_place"):
+        forward.accumulate_gradients(trainer.model, some, Weighted(), temperature=TEMPERATURE)
         gradients = exported_gradients(trainer)
         found[way] = {name: gradients[name][0][1] for name in (HEAD, EMBEDDINGS) if name in gradients}
-        # Nothing is computed twice, nor by chunks that have a way of their own.
-        assert len(calls) == (len(microbatches) if way == "in place" else 0)
-        calls.clear()
-        parallel.shutdown()
+        if way == "autograd":
+            in_place.add_in_place(trainer.model.chunks[0].module, overlaps=False)
+    assert len(calls) == (len(some) if fuses else 0)
     return found
 
 
@@ -129,11 +131,11 @@ def test_gradients_are_those_of_rounded_slopes(found: Any, case: str) -> None:
     assert (found[case]["gradient"] - expected).abs().max() < 0.01 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_gradients_that_are_added_in_place_are_those_of_autograd(found: Any, kind: str) -> None:
-    gradients = found[kind]
-    assert gradients["autograd"].keys() == ({EMBEDDINGS} if kind == "tied" else {HEAD, EMBEDDINGS})
-    for name, exact in gradients["exact"].items():
-        apart = {way: float((each[name].float() - exact).norm() / exact.norm()) for way, each in gradients.items()}
-        assert apart["in place"] <= 1.05 * apart["autograd"] < 0.03, name
-        assert apart["chunks in place"] < 0.03, name
+@pytest.mark.parametrize("case", [*CASES, "tied"])
+def test_gradients_that_are_added_in_place_are_those_of_autograd(found: Any, case: str) -> None:
+    autograd, added = found[case]["autograd"], found[case]["in_place"]
+    assert autograd.keys() == added.keys() == ({EMBEDDINGS} if case == "tied" else {HEAD, EMBEDDINGS})
+    for name, gradient in autograd.items():
+        apart = float((added[name] - gradient).norm() / gradient.norm())
+        # Autograd rounds each micro-batch's to 8 bits, unless the output layer has a way of its own.
+        assert apart < 2**-8 and (apart > 0 or name == HEAD), (name, apart)

@@ -203,7 +203,8 @@ def wrapped(module: GPTModel, train: TrainConfig, device: torch.device) -> Distr
             module.mtp_head.requires_grad_(False)
     if device.type == "cuda" and train.kernels.gradient_accumulation_fusion:
         accumulate_in_place(module)
-        add_in_place(module, overlaps=train.communication.overlap_grad_reduce)
+        communication = train.communication
+        add_in_place(module, overlaps=communication.overlap_grad_reduce, in_float32=communication.reduce_in_float32)
     return DistributedDataParallel(
         module.config,
         ddp_config(train.communication),

@@ -15,16 +15,18 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmb
 from torch import Tensor
 
 
-def add_in_place(model: GPTModel, *, overlaps: bool) -> None:
+def add_in_place(model: GPTModel, *, overlaps: bool, in_float32: bool) -> None:
     """Makes the model's embeddings and its output layer add their weight gradients to the gradient buffer. Must be
     called before the data-parallel wrapper is created.
 
     Embeddings do so only where their rank has the whole vocabulary, and not in Megatron's deterministic mode, because
-    the rows of one token are added up in no fixed order.
+    the rows of one token are added up in no fixed order. Nor into a buffer of 16 bits: a GPU would round after each
+    row, and the gradient of a frequent token would stop to grow. Autograd adds them up in float32.
 
     Args:
         overlaps: whether the buffer is reduced during the backward pass, for which Megatron waits for a gradient of
             each parameter. Embeddings would have none.
+        in_float32: whether the buffer is float32 whatever the weights are.
     """
     if model.post_process and isinstance(model.output_layer, ColumnParallelLinear):
         # Megatron calls APEX's kernels by this name, and looks for them only where its own switch is on.
@@ -32,7 +34,8 @@ def add_in_place(model: GPTModel, *, overlaps: bool) -> None:
         model.output_layer.forward = partial(_output, model.output_layer, model.output_layer.forward)
     if model.pre_process:
         embeddings = model.embedding.word_embeddings
-        if embeddings.tp_group.size() == 1 and not embeddings.deterministic_mode and not overlaps:
+        exact = in_float32 or embeddings.weight.dtype is torch.float32
+        if embeddings.tp_group.size() == 1 and not embeddings.deterministic_mode and not overlaps and exact:
             embeddings.forward = partial(_embedded, embeddings, embeddings.forward)
             # Megatron makes zeros of the vocabulary's size for the sum with the gradient of tied embeddings.
             embeddings.weight.zero_out_wgrad = False

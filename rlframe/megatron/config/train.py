@@ -44,7 +44,7 @@ class TrainConfig:
     max_tokens_per_microbatch: Annotated[int, Range(1, 1 << 27)] = 16384
     """Token budget of one packed forward pass on one rank. A sequence longer than this times the context-parallel
     ranks, which share its tokens, is refused. Padding is not counted: at most 2 * cp - 1 tokens a sequence, and the
-    tokens that make a rank's number a multiple of tp."""
+    tokens that make a rank's number a multiple of tp, on a GPU of 4 * tp."""
     num_minibatches: Annotated[int, Range(1, 1 << 16), FormerName("minibatches")] = 1
     """Number of optimizer steps per rollout batch: the batch is divided into this many equal parts of whole groups."""
     epochs_per_batch: Annotated[int, Range(1, 1000), FormerName("epochs")] = 1

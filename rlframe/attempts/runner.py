@@ -241,7 +241,7 @@ class Runner:
                 self._limits[attempt].reschedule(asyncio.get_running_loop().time() + seconds)
 
     def cancel(self) -> None:
-        """Forgets all attempts. Their engines must be made to abort them."""
+        """Forgets all attempts, and undoes `hold` and `interrupt`. Their engines must be made to abort them."""
         for task in self._tasks:
             task.cancel()
         # One may have failed already, with nobody told: that is past too.
@@ -251,6 +251,7 @@ class Runner:
         self._loads = Loads(len(self._queues))
         self._running.clear()
         self._admission = Admission(self._aside_share)
+        self._is_interrupted = False
         for queue in self._queues:
             queue.forget()
 

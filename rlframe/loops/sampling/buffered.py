@@ -300,7 +300,8 @@ class BufferedSampler(Sampler):
         for each in self.buffer.waiting:
             if each.lease.version + self.buffer.max_policy_lag < step:
                 self._counts.left_over += 1
-                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group.rollouts)
+                attempts = [*each.group.rollouts, *chain(*each.lost.values())]
+                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, attempts)
         return taken
 
     def _drop(self, ordinal: int, reason: DropReason, attempts: list[Rollout]) -> None:

@@ -20,7 +20,7 @@ from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
 from rlframe.loops.reporting.timeline import Timeline
-from rlframe.loops.reporting.trackers.base import Tracker
+from rlframe.loops.reporting.trackers.base import EVALUATED, Tracker
 from rlframe.loops.reporting.warned import Warned
 from rlframe.ops.statistics.responses import quantiles, repeated_fraction
 from rlframe.types.batch import TrainBatch
@@ -142,7 +142,9 @@ class MetricsLog:
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         append(self._metrics, {"step": step, **metrics})
-        self.timeline.write(step)
+        # An evaluation beside training ends inside a phase of a later step, whose line has both.
+        if EVALUATED not in metrics or self._step > self._bar.total:
+            self.timeline.write(step)
         self._warned.gather()
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rlframe.loops.config import LoggingConfig
+from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog, rollout_metrics
-from rlframe.loops.reporting.trackers.base import Tracker
+from rlframe.loops.reporting.trackers.base import EVALUATED, Tracker
 from rlframe.loops.reporting.trackers.tensorboard import TensorBoard
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
@@ -212,3 +213,26 @@ def test_the_bar_shows_the_phase_and_the_last_steps_numbers(
     assert "said" in captured.out
     assert "phase=rollout" in captured.err and "reward=0.5" in captured.err and "loss=-0.1235" in captured.err
     assert "1/100" in captured.err
+
+
+def test_phases_round_an_evaluation_beside_training_are_those_of_the_step_that_waits_for_it(
+    tmp_path: pathlib.Path,
+) -> None:
+    made = log_of(tmp_path)
+    phase = Phases(sharing=[], announce=made.announce, ended=made.timeline.ended)
+    with phase("weight_sync"):
+        with phase("evaluation"):
+            pass
+        made.log_evaluation(99, {EVALUATED: 99.0, "evaluation/reward_mean": 0.5})
+    made.log(100, {})
+    # No step follows the last one.
+    with phase("evaluation"):
+        pass
+    made.log_evaluation(100, {EVALUATED: 100.0, "evaluation/reward_mean": 0.5})
+    made.close()
+    assert [
+        (line["step"], [each["name"] for each in line["phases"]]) for line in lines(tmp_path / "timeline.jsonl")
+    ] == [
+        (100, ["evaluation", "weight_sync"]),
+        (100, ["evaluation"]),
+    ]

@@ -24,7 +24,7 @@ from rlframe.loops.reporting.trackers.base import EVALUATED, Tracker
 from rlframe.loops.reporting.warned import Warned
 from rlframe.ops.statistics.responses import quantiles, repeated_fraction
 from rlframe.types.batch import TrainBatch
-from rlframe.types.rollout import FinishReason, Group, Rollout, attempts_in, members, rewards_of
+from rlframe.types.rollout import FinishReason, Group, Rollout, attempts_in, members, reward_of, rewards_of
 from rlframe.utils.files.jsonl import append, keep_steps
 from rlframe.utils.text import printable
 
@@ -176,7 +176,8 @@ class MetricsLog:
         evaluation are always in the trackers' tables."""
         self._sample_files.write(chosen)
         records = []
-        for rollout in chosen.rollouts[: self.config.samples_per_step]:
+        everything = ((each, sequences) for sequences in attempts_in(chosen.rollouts) for each in sequences)
+        for rollout, sequences in islice(everything, self.config.samples_per_step):
             record = {
                 "step": chosen.step,
                 "id": rollout.prompt.id,
@@ -184,7 +185,7 @@ class MetricsLog:
                 "response": rollout.text,
                 **({"messages": rollout.messages} if rollout.messages else {}),
                 "answer": rollout.prompt.answer,
-                "reward": rollout.reward,
+                "reward": reward_of(sequences),
                 "reward_parts": rollout.reward_parts,
                 "finish_reason": rollout.finish_reason,
                 "versions": [span.version for span in rollout.spans],

@@ -148,6 +148,16 @@ def test_metrics_and_samples_are_written_and_nothing_else(tmp_path: pathlib.Path
     assert (second["id"], second["reward"]) == ("p1", 0.5)
 
 
+def test_the_reward_of_a_sample_is_that_of_its_attempt_with_what_its_turns_earned(tmp_path: pathlib.Path) -> None:
+    log, forked = log_of(tmp_path, samples_per_step=3), [rollout(0, reward=0.25) for _ in range(2)]
+    forked[1].sequence = 1
+    for each in forked:
+        each.credit(1.0)
+    log.log_samples(log.choose_samples(1, [*forked, rollout(1, reward=0.5), rollout(2, reward=1.0)]))
+    log.close()
+    assert [line["reward"] for line in lines(tmp_path / "samples.jsonl")] == [2.25, 2.25, 0.5]
+
+
 @pytest.mark.parametrize(("done_steps", "kept"), [(None, []), (1, [1]), (2, [1, 2])])
 def test_a_new_run_starts_empty_and_a_resumed_one_with_what_it_keeps(
     tmp_path: pathlib.Path, done_steps: int | None, kept: list[int]

@@ -279,3 +279,10 @@ def test_own_checks_join_and_others_are_left_out(tmp_path: Path) -> None:
 def test_an_unknown_check_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"self_test.without.*'gab'.*did you mean gap"):
         find_checks(without=["gab"], further=[])
+
+
+def test_a_conversation_of_the_environments_own_may_be_shorter_than_the_prompt() -> None:
+    seen = clean()
+    for each in seen.rollouts:
+        each.prompt = replace(each.prompt, input=ModelInput((1, 2, 3, 4, 5, 6)))
+    assert not failed(seen)

@@ -58,6 +58,12 @@ class Load:
     rewards_busy_s: float
     """Seconds so far in which reward functions had something to judge."""
 
+    def goes_on_from(self, before: "Load") -> bool:
+        """Returns whether nothing has become less since an earlier load, as where a new runner counts from its
+        beginning."""
+        engines = zip(before.busy_s, self.busy_s, strict=True)
+        return all(then <= now for then, now in [*engines, (before.rewards_busy_s, self.rewards_busy_s)])
+
 
 @dataclass(kw_only=True, slots=True)
 class News:

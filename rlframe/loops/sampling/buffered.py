@@ -362,8 +362,7 @@ class BufferedSampler(Sampler):
         metrics = {f"rollout/attempts_at_{side}": float(count) for side, count in state.attempts.items()}
         metrics["rollout/oldest_attempt_s"] = state.oldest_s
         before, self._load = self._load, state
-        # A runner that was replaced counts from its beginning.
-        if self.timeline and before and before.now_s < state.now_s and before.busy_s <= state.busy_s:
+        if self.timeline and before and before.now_s < state.now_s and state.goes_on_from(before):
             busy_s = [now - then for now, then in zip(state.busy_s, before.busy_s, strict=True)]
             self.timeline.engines_sampled(state.now_s - before.now_s, busy_s)
         return metrics

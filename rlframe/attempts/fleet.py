@@ -478,7 +478,7 @@ def idle_since(before: Load, now: Load) -> dict[str, float]:
     """Returns the share of the time between two looks in which engines and rewards had nothing to do. Nothing if there
     was no time, or if a new runner counts from its beginning."""
     span_s = now.now_s - before.now_s
-    if span_s <= 0 or now.rewards_busy_s < before.rewards_busy_s or sum(now.busy_s) < sum(before.busy_s):
+    if span_s <= 0 or not now.goes_on_from(before):
         return {}
     engines_s = (sum(now.busy_s) - sum(before.busy_s)) / len(now.busy_s)
     return {

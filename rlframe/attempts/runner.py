@@ -58,6 +58,12 @@ class Load:
     rewards_busy_s: float
     """Seconds so far in which reward functions had something to judge."""
 
+    def goes_on_from(self, before: "Load") -> bool:
+        """Returns whether nothing has become less since an earlier load, as where a new runner counts from its
+        beginning."""
+        engines = zip(before.busy_s, self.busy_s, strict=True)
+        return all(then <= now for then, now in [*engines, (before.rewards_busy_s, self.rewards_busy_s)])
+
 
 @dataclass(kw_only=True, slots=True)
 class News:
@@ -241,7 +247,7 @@ class Runner:
                 self._limits[attempt].reschedule(asyncio.get_running_loop().time() + seconds)
 
     def cancel(self) -> None:
-        """Forgets all attempts. Their engines must be made to abort them."""
+        """Forgets all attempts, and undoes `hold` and `interrupt`. Their engines must be made to abort them."""
         for task in self._tasks:
             task.cancel()
         # One may have failed already, with nobody told: that is past too.
@@ -251,6 +257,7 @@ class Runner:
         self._loads = Loads(len(self._queues))
         self._running.clear()
         self._admission = Admission(self._aside_share)
+        self._is_interrupted = False
         for queue in self._queues:
             queue.forget()
 

@@ -298,7 +298,8 @@ class Turns:
                 seed=self._seed(task, rollout.prompt.id, ENVIRONMENT, 0),
                 alone=progress.neighbours >= ALONE_AFTER,
             )
-        if not (rollout.loss_mask.any() or rollout.sequence) and (progress.turn or progress.begun):
+        had_begun = progress.turn or progress.begun or progress.waits_for == WaitsFor.ENVIRONMENT
+        if had_begun and not (rollout.loss_mask.any() or rollout.sequence):
             self._begin_anew(task, rollout, progress)
         try:
             verdict = None

@@ -115,7 +115,7 @@ class Gymnasium(Stepping):
         else:
             try:
                 value = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise InvalidAction(f"{text!r:.80} is no action of {space}") from None
         if space is None or isinstance(value, str):
             action = value

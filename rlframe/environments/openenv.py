@@ -121,7 +121,7 @@ class OpenEnv(Stepping):
             return {self._config.action_field: text}
         try:
             action = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict):
             raise InvalidAction(f"{text!r:.80} is no JSON object")

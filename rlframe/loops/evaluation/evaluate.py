@@ -12,7 +12,7 @@ from rlframe.attempts.turns import Task
 from rlframe.loops.config import HELD_OUT
 from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet, scored_attempts
 from rlframe.loops.reporting.metrics import mean_of, part_means, scored
-from rlframe.loops.sampling.scoring import Scorer
+from rlframe.loops.sampling.scoring import Scorer, score_attempts
 from rlframe.types.rollout import Group, Rollout, attempts_in, members
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
 from rlframe.utils.files.sealed import read_sealed, write_sealed
@@ -77,8 +77,8 @@ def groups_of(evaluation_set: EvaluationSet, groups: Mapping[str, Group], *, ste
 def judged(evaluation_set: EvaluationSet, groups: list[Group], scorer: Scorer | None) -> Evaluated:
     """Returns the attempts at the prompts of a set, after scoring them by the reward model, if there is one, and the
     answers that vote."""
-    if scorer and (rollouts := members(groups)):
-        scorer.score(rollouts)
+    if scorer:
+        score_attempts(scorer, groups)
     return Evaluated(set=evaluation_set, groups=groups, answers=answers_of(evaluation_set, groups))
 
 

@@ -10,9 +10,9 @@ from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.turns import Task
 from rlframe.loops.evaluation.evaluate import MOST_OPEN
 from rlframe.loops.reporting.responses import record_of
-from rlframe.loops.sampling.scoring import Scorer
+from rlframe.loops.sampling.scoring import Scorer, score_attempts
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Group, SamplingParams, members
+from rlframe.types.rollout import Group, SamplingParams
 from rlframe.utils.files.jsonl import append, keep_whole
 
 
@@ -55,7 +55,7 @@ class Generation:
         )
 
     def _write(self, groups: Sequence[Group]) -> None:
-        if self.scorer and (rollouts := members(groups)):
-            self.scorer.score(rollouts)
+        if self.scorer:
+            score_attempts(self.scorer, groups)
         append(self.file, *(record_of(group, num_attempts=self.samples_per_prompt) for group in groups))
         self.num_written += len(groups)

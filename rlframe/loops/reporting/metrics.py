@@ -20,11 +20,11 @@ from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
 from rlframe.loops.reporting.timeline import Timeline
-from rlframe.loops.reporting.trackers.base import Tracker
+from rlframe.loops.reporting.trackers.base import EVALUATED, Tracker
 from rlframe.loops.reporting.warned import Warned
 from rlframe.ops.statistics.responses import quantiles, repeated_fraction
 from rlframe.types.batch import TrainBatch
-from rlframe.types.rollout import FinishReason, Group, Rollout, attempts_in, members, rewards_of
+from rlframe.types.rollout import FinishReason, Group, Rollout, attempts_in, members, reward_of, rewards_of
 from rlframe.utils.files.jsonl import append, keep_steps
 from rlframe.utils.text import printable
 
@@ -142,7 +142,9 @@ class MetricsLog:
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         append(self._metrics, {"step": step, **metrics})
-        self.timeline.write(step)
+        # An evaluation beside training ends inside a phase of a later step, whose line has both.
+        if EVALUATED not in metrics or self._step > self._bar.total:
+            self.timeline.write(step)
         self._warned.gather()
         self._measured |= {name: (step, value) for name, value in metrics.items()}
         self._known |= set(metrics)
@@ -174,7 +176,8 @@ class MetricsLog:
         evaluation are always in the trackers' tables."""
         self._sample_files.write(chosen)
         records = []
-        for rollout in chosen.rollouts[: self.config.samples_per_step]:
+        everything = ((each, sequences) for sequences in attempts_in(chosen.rollouts) for each in sequences)
+        for rollout, sequences in islice(everything, self.config.samples_per_step):
             record = {
                 "step": chosen.step,
                 "id": rollout.prompt.id,
@@ -182,7 +185,7 @@ class MetricsLog:
                 "response": rollout.text,
                 **({"messages": rollout.messages} if rollout.messages else {}),
                 "answer": rollout.prompt.answer,
-                "reward": rollout.reward,
+                "reward": reward_of(sequences),
                 "reward_parts": rollout.reward_parts,
                 "finish_reason": rollout.finish_reason,
                 "versions": [span.version for span in rollout.spans],

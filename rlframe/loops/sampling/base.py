@@ -10,8 +10,8 @@ from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.leases import Lease, Leases
 from rlframe.attempts.turns import Task
 from rlframe.loops.phases import Phases
-from rlframe.loops.sampling.scoring import Scorer
-from rlframe.types.rollout import Group, members
+from rlframe.loops.sampling.scoring import Scorer, score_attempts
+from rlframe.types.rollout import Group
 
 REPLACEMENT_ROUNDS = 10
 """Greatest number of times that a step samples to replace groups none of whose attempts succeeded."""
@@ -88,4 +88,4 @@ class Sampler(ABC):
         """Scores attempted groups by the reward model, if there is one."""
         if self.scorer:
             with self.phase("reward"):
-                self.scorer.score(members(groups))
+                score_attempts(self.scorer, groups)

@@ -300,7 +300,8 @@ class BufferedSampler(Sampler):
         for each in self.buffer.waiting:
             if each.lease.version + self.buffer.max_policy_lag < step:
                 self._counts.left_over += 1
-                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, each.group.rollouts)
+                attempts = [*each.group.rollouts, *chain(*each.lost.values())]
+                self._drop(each.lease.ordinal, DropReason.LEFT_OVER, attempts)
         return taken
 
     def _drop(self, ordinal: int, reason: DropReason, attempts: list[Rollout]) -> None:
@@ -361,8 +362,7 @@ class BufferedSampler(Sampler):
         metrics = {f"rollout/attempts_at_{side}": float(count) for side, count in state.attempts.items()}
         metrics["rollout/oldest_attempt_s"] = state.oldest_s
         before, self._load = self._load, state
-        # A runner that was replaced counts from its beginning.
-        if self.timeline and before and before.now_s < state.now_s and before.busy_s <= state.busy_s:
+        if self.timeline and before and before.now_s < state.now_s and state.goes_on_from(before):
             busy_s = [now - then for now, then in zip(state.busy_s, before.busy_s, strict=True)]
             self.timeline.engines_sampled(state.now_s - before.now_s, busy_s)
         return metrics

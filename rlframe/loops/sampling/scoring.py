@@ -1,7 +1,7 @@
 """Scoring with a reward model, whose score is added to the reward functions'."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from rlframe.ops.packing import pack_sequences
 from rlframe.rewards.config import LARGEST_SCORE, MODEL_PART
 from rlframe.types.batch import Sequences
-from rlframe.types.rollout import Rollout
+from rlframe.types.rollout import Group, Rollout, attempts_in, members
 
 
 class Scorer(Protocol):
@@ -19,6 +19,16 @@ class Scorer(Protocol):
 
     def score(self, rollouts: list[Rollout]) -> None:
         """Scores all rollouts."""
+
+
+def score_attempts(scorer: Scorer, groups: Iterable[Group]) -> None:
+    """Scores the last sequence of each attempt, if there are any. The earlier ones get its reward."""
+    attempts = attempts_in(members(groups))
+    if attempts:
+        scorer.score([sequences[-1] for sequences in attempts])
+    for *earlier, last in attempts:
+        for each in earlier:
+            each.take_rewards(last)
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,7 @@ from rlframe.loops.self_test.seen import (
 from rlframe.megatron.driver.policy import PolicyGroup
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Rollout, SamplingParams, members
+from rlframe.types.rollout import Group, Rollout, SamplingParams
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import NodeDied, RlframeError, WeightSyncFailed
 from rlframe.utils.process.memory import MemoryUse, used
@@ -233,14 +233,11 @@ class OnlineProcedure(Procedure[OnlineLoop]):
         Args:
             again: part of the seeds.
         """
+        size = min(NUM_ATTEMPTS, self.loop.algorithm.group_size)
         groups = self.loop.attempts.generate(
-            list(self.prompts),
-            group_size=min(NUM_ATTEMPTS, self.loop.algorithm.group_size),
-            step=self.settings.steps + 1,
-            again=again,
-            sampling=sampling,
+            list(self.prompts), group_size=size, step=self.settings.steps + 1, again=again, sampling=sampling
         )
-        return [each.token_ids[len(each.prompt.input) :].tolist() for each in members(groups)]
+        return responses_of(groups, size=size)
 
     def _test_sync(self) -> SyncSeen:
         """Changes the sign of every weight, syncs, and undoes it; then changes a bit in an engine."""
@@ -323,6 +320,20 @@ def flipped(policy: PolicyGroup) -> Iterator[None]:
         yield
     finally:
         policy.flip_last_bits()
+
+
+def responses_of(groups: Sequence[Group], *, size: int) -> list[list[int]]:
+    """Returns the tokens after the prompt of each attempt, those of all of its sequences one after the other. None of
+    an attempt that is left out of its group.
+
+    Args:
+        size: number of attempts at each prompt.
+    """
+    found: list[list[int]] = [[] for _ in range(size * len(groups))]
+    for place, group in enumerate(groups):
+        for each in group.rollouts:
+            found[place * size + each.sample_index] += each.token_ids[len(each.prompt.input) :].tolist()
+    return found
 
 
 def twice(measure: Callable[[], Mapping[str, float]]) -> dict[str, tuple[float, float]]:

@@ -91,7 +91,7 @@ def read(reply: str, config: ReadingConfig) -> float:
         text = _last_object(said).get(config.key)
     try:
         number = float(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise Unreadable(f"no number in {said[-80:]!r}") from None
     if isinstance(text, bool) or not (math.isfinite(number) and config.lowest <= number <= config.highest):
         raise Unreadable(f"{text} is not a number from {config.lowest:g} to {config.highest:g}")

@@ -46,3 +46,5 @@ def test_idle_is_what_is_left_of_the_time_between_two_looks() -> None:
     anew = Load(now_s=111.0, busy_s=[0.0, 0.0], rewards_busy_s=0.0)
     assert idle_since(now, anew) == {}, "a runner that was replaced counts from its beginning"
     assert idle_since(now, now) == {}
+    other = Load(now_s=111.0, busy_s=[30.0, 0.0], rewards_busy_s=2.0)
+    assert idle_since(now, other) == {}, "so does one whose first engine has already worked more"

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from rlframe.attempts.ledger import DropReason
-from rlframe.attempts.runner import Ended, Runner
+from rlframe.attempts.runner import Ended, News, Runner
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
-from rlframe.attempts.turns import Sides, Task
+from rlframe.attempts.turns import Event, Sides, Task, WaitsFor
 from rlframe.environments.config import EnvironmentConfig, Verdict
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
-from tests.local_attempts import LocalAttempts, opening
+from tests.local_attempts import LocalAttempts, Observing, opening
 from tests.unit.attempts.simulated.clock import simulated
 
 TURNS = 3
@@ -129,3 +129,33 @@ def test_an_attempt_that_waits_for_its_environment_or_its_reward_goes_on_from_th
     last = ended.group.rollouts[2]
     assert [each.token_ids.tolist() for each in ended.group.rollouts] == [[1, 2, 9], [1, 2, 9, 5, 9, 5, 9], [1, 2, 9]]
     assert asked == [2, 2, 2, 4, 6] and last.num_turns == len(last.records) == 1
+
+
+def test_an_attempt_whose_environment_begins_otherwise_begins_anew_also_before_its_first_answer() -> None:
+    async def ask(requests: list[GenerationRequest]) -> list[Completion]:
+        return [
+            Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP) for _ in requests
+        ]
+
+    async def otherwise(rollout: Rollout, **named: Any) -> Observing:
+        rollout.restart(ModelInput((1, 2, 3)))
+        return Observing(lambda rollout: [5] if len(rollout.turns) < 2 else None)
+
+    async def run() -> News:
+        prompt = Prompt(id="p", text="", input=ModelInput((1, 2)))
+        task = Task(group=Group.begin("0", prompt, 1), sampling=SamplingParams(max_tokens=4), step=1).begun()
+        task.group.rollouts[0].append((await ask([None]))[0])  # type: ignore[list-item]
+        task.progress[0].waits_for = WaitsFor.ENVIRONMENT
+
+        async def score(rollout: Rollout) -> None:
+            pass
+
+        sides = Sides(decode=str, open=otherwise, score=score)
+        runner = Runner([ask], sides, run_seed=0, max_calls=1, max_positions=64, attempt_timeout_s=1e6)
+        runner.start([task], version=0)
+        return await runner.news(1.0)
+
+    news = simulated(run())
+    (ended,) = news.ended
+    assert not ended.lost and news.events == {Event.BEGUN_ANEW: 1}
+    assert [each.token_ids.tolist() for each in ended.group.rollouts] == [[1, 2, 3, 9, 5, 9]]

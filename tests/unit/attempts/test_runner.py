@@ -277,6 +277,23 @@ def test_the_time_of_attempts_that_begin_while_others_are_interrupted_begins_aft
     simulated(run())
 
 
+def test_attempts_that_follow_interrupted_ones_that_were_forgotten_have_their_limit():
+    async def run() -> None:
+        runner = runner_of(answers, observe=lambda rollout: asyncio.sleep(3600), attempt_timeout_s=0.3)
+        runner.start([task("a")], version=0)
+        await asyncio.sleep(0.1)
+        # As in a step that drops what it did not take, with rollout.oversample.
+        runner.interrupt()
+        runner.cancel()
+        runner.start([task("b")], version=0)
+        begun = asyncio.get_running_loop().time()
+        (ended,) = (await news_of(runner, 1)).ended
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(0.3)
+        assert ended.group.id == "b" and list(ended.lost) == [DropReason.TIMED_OUT]
+
+    simulated(run())
+
+
 def test_the_engine_ends_requests_of_attempts_that_have_run_out_of_time():
     running: dict[str, asyncio.Event] = {}
     aborted: list[str] = []

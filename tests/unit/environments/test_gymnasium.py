@@ -92,9 +92,9 @@ def test_what_is_no_action_is_told_and_costs_nothing_of_the_episode() -> None:
 
 def test_numbers_of_a_space_are_written_as_json() -> None:
     session = made(id="Pendulum-v1", arguments={"max_episode_steps": 2})
-    opened, steps = played(session, prompt(), ["[0.5]", "[9]", '{"a": 1}', "[0.25]"])
+    opened, steps = played(session, prompt(), ["[0.5]", "[9]", '{"a": 1}', "[" * 100_000, "[0.25]"])
     assert opened[0]["content"].startswith("[")
-    assert [step.metrics["invalid_actions"] for step in steps] == [0.0, 1.0, 2.0, 2.0]
+    assert [step.metrics["invalid_actions"] for step in steps] == [0.0, 1.0, 2.0, 3.0, 3.0]
     assert steps[-1].done and steps[-1].metrics["truncated"] == 1.0 and steps[-1].reward < 0
 
 

@@ -16,6 +16,7 @@ from rlframe.attempts.sessions.pool import SessionPool
 from rlframe.environments.base import Step, Turn
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.environments.openenv import OpenEnv, OpenEnvConfig
+from rlframe.environments.stepping import InvalidAction
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import FinishReason
@@ -86,6 +87,11 @@ def test_an_episode_is_played_with_actions_as_json(servers: tuple[str, str]) -> 
     assert "VALIDATION_ERROR" in steps[2].messages[0]["content"]
     assert steps[3].done and steps[3].reward == 1.0
     assert steps[3].metrics == {"invalid_actions": 2.0, "return": 1.0}
+
+
+def test_what_is_nested_too_deeply_is_no_action() -> None:
+    with pytest.raises(InvalidAction, match="is no JSON object"):
+        OpenEnv(OpenEnvConfig(url="http://127.0.0.1:1", **JSON)).action_of("[" * 100_000)
 
 
 @pytest.mark.thorough

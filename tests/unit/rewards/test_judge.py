@@ -117,6 +117,7 @@ def test_forms_of_verdicts(form: dict[str, Any], reply: str, score: float) -> No
         ({"form": Form.JSON}, '{"score": true}'),
         ({"form": Form.JSON}, '{"score": NaN}'),
         ({"form": Form.JSON}, '{"score": null}'),
+        ({"form": Form.JSON}, f'{{"score": 1{"0" * 400}}}'),
         ({"form": Form.JSON}, '[1, {"scores": 3}]'),
         ({"form": Form.CHOICE, "choices": {"A": 1.0}}, "a BA A1"),
     ],

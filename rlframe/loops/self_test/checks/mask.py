@@ -50,12 +50,13 @@ def of_rollouts(batch: Batch, rollouts: Sequence[Rollout]) -> Finding:
     masks = batch.loss_mask.split(batch.lengths.tolist())
     for mask, rollout in zip((each.numpy() for each in masks), rollouts, strict=False):
         sampled = rollout.versions != OFFLINE_VERSION
-        sampled[: len(rollout.prompt.input)] = False
+        prompt = prompt_tokens(rollout)
+        sampled[:prompt] = False
         size = min(len(mask), len(sampled))
         extra += int((mask[:size] & ~sampled[:size]).sum())
         # A whole rollout may be left out on purpose, such as one that was cut off.
         missing += int((~mask[:size] & sampled[:size]).sum()) if mask.any() else 0
-        prompts += int(mask[: len(rollout.prompt.input)].sum())
+        prompts += int(mask[:prompt].sum())
     return found(
         "mask of sampled tokens",
         f"{extra} tokens too many ({prompts} of prompts), {missing} too few",
@@ -64,6 +65,13 @@ def of_rollouts(batch: Batch, rollouts: Sequence[Rollout]) -> Finding:
         look="the loss counts tokens that the policy did not sample, or leaves out some that it did",
         numbers={"extra": extra, "missing": missing},
     )
+
+
+def prompt_tokens(rollout: Rollout) -> int:
+    """Returns the number of tokens of the prompt with which a rollout begins. 0 if it is the conversation of an
+    environment, which may be shorter."""
+    prompt = rollout.prompt.input.token_ids
+    return len(prompt) if np.array_equal(rollout.token_ids[: len(prompt)], prompt) else 0
 
 
 def ends(seen: Seen) -> Finding:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rlframe.loops.config import LoggingConfig
+from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog, rollout_metrics
-from rlframe.loops.reporting.trackers.base import Tracker
+from rlframe.loops.reporting.trackers.base import EVALUATED, Tracker
 from rlframe.loops.reporting.trackers.tensorboard import TensorBoard
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
@@ -147,6 +148,16 @@ def test_metrics_and_samples_are_written_and_nothing_else(tmp_path: pathlib.Path
     assert (second["id"], second["reward"]) == ("p1", 0.5)
 
 
+def test_the_reward_of_a_sample_is_that_of_its_attempt_with_what_its_turns_earned(tmp_path: pathlib.Path) -> None:
+    log, forked = log_of(tmp_path, samples_per_step=3), [rollout(0, reward=0.25) for _ in range(2)]
+    forked[1].sequence = 1
+    for each in forked:
+        each.credit(1.0)
+    log.log_samples(log.choose_samples(1, [*forked, rollout(1, reward=0.5), rollout(2, reward=1.0)]))
+    log.close()
+    assert [line["reward"] for line in lines(tmp_path / "samples.jsonl")] == [2.25, 2.25, 0.5]
+
+
 @pytest.mark.parametrize(("done_steps", "kept"), [(None, []), (1, [1]), (2, [1, 2])])
 def test_a_new_run_starts_empty_and_a_resumed_one_with_what_it_keeps(
     tmp_path: pathlib.Path, done_steps: int | None, kept: list[int]
@@ -212,3 +223,26 @@ def test_the_bar_shows_the_phase_and_the_last_steps_numbers(
     assert "said" in captured.out
     assert "phase=rollout" in captured.err and "reward=0.5" in captured.err and "loss=-0.1235" in captured.err
     assert "1/100" in captured.err
+
+
+def test_phases_round_an_evaluation_beside_training_are_those_of_the_step_that_waits_for_it(
+    tmp_path: pathlib.Path,
+) -> None:
+    made = log_of(tmp_path)
+    phase = Phases(sharing=[], announce=made.announce, ended=made.timeline.ended)
+    with phase("weight_sync"):
+        with phase("evaluation"):
+            pass
+        made.log_evaluation(99, {EVALUATED: 99.0, "evaluation/reward_mean": 0.5})
+    made.log(100, {})
+    # No step follows the last one.
+    with phase("evaluation"):
+        pass
+    made.log_evaluation(100, {EVALUATED: 100.0, "evaluation/reward_mean": 0.5})
+    made.close()
+    assert [
+        (line["step"], [each["name"] for each in line["phases"]]) for line in lines(tmp_path / "timeline.jsonl")
+    ] == [
+        (100, ["evaluation", "weight_sync"]),
+        (100, ["evaluation"]),
+    ]

@@ -11,7 +11,7 @@ import pytest
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
 from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.leases import Leases
-from rlframe.attempts.ledger import Ledger
+from rlframe.attempts.ledger import Dropped, Ledger, read_ledger
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.types.input import ModelInput
@@ -121,6 +121,28 @@ def test_a_batch_that_does_not_get_full_is_cut_to_whole_minibatches() -> None:
     assert collected(made, 1) == ["p1", "p1", "p4", "p4"]
     assert made.metrics()["rollout/dropped_left_over_groups"] == 1.0
     assert made.metrics()["rollout/dropped_all_right_groups"] == 4.0
+
+
+def test_a_group_that_is_left_over_is_accounted_for_with_its_failed_attempts() -> None:
+    def observe(rollout: Rollout) -> None:
+        if rollout.sample_index == 2:
+            raise RuntimeError("no session left")
+
+    def score(rollout: Rollout) -> None:
+        rollout.reward = float(rollout.sample_index * (rollout.prompt.id != "p3"))
+
+    def says(_: GenerationRequest) -> Completion:
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+
+    made = dynamic({}, num_minibatches=2, max_rounds=1)
+    made.group_size = 3
+    made.attempts = LocalAttempts([answering(says)], score, observe=observe)  # type: ignore[assignment]
+    assert collected(made, 1) == ["p0", "p0", "p1", "p1"]
+    dropped = [each for each in read_ledger(made.leases.ledger.file.parent).events if isinstance(each, Dropped)]
+    assert [(each.reason, each.lengths) for each in dropped] == [
+        ("flat_all_wrong", [1, 1, 1]),
+        ("left_over", [1, 1, 1]),
+    ]
 
 
 def test_a_batch_without_any_signal_ends_the_run_with_the_counts() -> None:

@@ -1,14 +1,15 @@
 """The score of a reward model joins what functions say, and one that is not finite is a failed sample."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 
-from rlframe.loops.sampling.scoring import RewardModelScorer
+from rlframe.loops.sampling.scoring import RewardModelScorer, score_attempts
 from rlframe.types.batch import Sequences
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Rollout
+from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout
 
 
 def rollout(*sampled: int) -> Rollout:
@@ -66,3 +67,26 @@ def test_a_score_of_weight_0_is_no_reward_of_what_nobody_scored() -> None:
     scorer.score([scored, unscored])
     assert scored.reward == 1.0 and math.isnan(unscored.reward)
     assert scored.reward_parts == unscored.reward_parts == {"model": 3.0}
+
+
+def test_an_attempt_of_several_sequences_has_the_score_of_the_last_one_in_all_of_them() -> None:
+    forked, alone = [rollout(5), rollout(6)], rollout(4)
+    forked[1].sequence, alone.sample_index = 1, 1
+    seen: list[int] = []
+
+    def scores(batch: Sequences) -> torch.Tensor:
+        seen.extend(batch.token_ids.tolist())
+        return torch.tensor([3.0, 1.0])
+
+    scorer = RewardModelScorer(scores=scores, weight=1.0, sleep_others=lambda: None)
+    groups = [Group(id="0", prompt=alone.prompt, rollouts=[*forked, alone]), Group.begin("1", alone.prompt, 0)]
+    score_attempts(scorer, groups)
+    assert seen == [7, 8, 6, 7, 8, 4]
+    assert [each.reward for each in groups[0].rollouts] == [3.0, 3.0, 1.0]
+    assert forked[0].reward_parts == {"model": 3.0} and forked[0].reward_weights == {"model": 1.0}
+
+
+def test_where_no_attempt_has_succeeded_there_is_nothing_to_score() -> None:
+    asked: list[list[Rollout]] = []
+    score_attempts(SimpleNamespace(score=asked.append), [Group.begin("0", rollout(5).prompt, 0)])
+    assert not asked

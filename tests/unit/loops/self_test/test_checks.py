@@ -16,6 +16,7 @@ from rlframe.loops.self_test.checks.memory import slope
 from rlframe.loops.self_test.checks.seeds import shared_fraction
 from rlframe.loops.self_test.config import SelfTestConfig
 from rlframe.loops.self_test.finding import Check, Finding, Verdict, found
+from rlframe.loops.self_test.procedure import responses_of
 from rlframe.loops.self_test.seen import (
     Facts,
     Repeats,
@@ -279,3 +280,20 @@ def test_own_checks_join_and_others_are_left_out(tmp_path: Path) -> None:
 def test_an_unknown_check_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"self_test.without.*'gab'.*did you mean gap"):
         find_checks(without=["gab"], further=[])
+
+
+def test_responses_are_compared_by_attempt_whatever_failed_and_whatever_has_several_sequences() -> None:
+    first, second = groups()
+    forked = rollout(second.prompt, 1, [9], [-1.0])
+    forked.sequence = 1
+    second.rollouts = [*second.rollouts, forked]
+    assert responses_of([first, second], size=2) == [[5, 2], [6, 4, 2], [5, 2], [6, 4, 2, 9]]
+    second.rollouts = second.rollouts[1:2]
+    assert responses_of([first, second], size=2) == [[5, 2], [6, 4, 2], [], [6, 4, 2]]
+
+
+def test_a_conversation_of_the_environments_own_may_be_shorter_than_the_prompt() -> None:
+    seen = clean()
+    for each in seen.rollouts:
+        each.prompt = replace(each.prompt, input=ModelInput((1, 2, 3, 4, 5, 6)))
+    assert not failed(seen)

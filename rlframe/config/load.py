@@ -97,12 +97,17 @@ def choices(folders: Sequence[Path]) -> dict[str, list[str]]:
 
 def _check_name(name: str, folders: Sequence[Path]) -> None:
     stem = name.removesuffix(".yaml")
-    if any((folder / f"{stem}.yaml").is_file() for folder in folders):
+    # Hydra looks for no absolute path, and takes the defaults of a file beside `..` from its own folder.
+    a_path = Path(name).is_absolute() or bool({".", ".."} & set(name.split("/")))
+    if not a_path and any((folder / f"{stem}.yaml").is_file() for folder in folders):
         return
     known = config_names(folders)
     where = " or ".join(map(str, folders))
     rule = f"must name a file of {where}: {', '.join(known)}"
-    raise ConfigError([Fault("--config-name", rule, got=repr(name), hint=did_you_mean(stem, known))])
+    hint = did_you_mean(stem, known)
+    if (file := Path(f"{stem}.yaml")).is_file():
+        hint = f"write --config-dir {file.parent} --config-name {file.stem}"
+    raise ConfigError([Fault("--config-name", rule, got=repr(name), hint=hint)])
 
 
 def composed(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> dict[str, Any]:

@@ -82,6 +82,16 @@ def test_an_unknown_config_is_refused_with_the_nearest() -> None:
         load("grpo_qwen3_mo")
 
 
+@pytest.mark.parametrize("name", ["{folder}/mine.yaml", "{folder}/mine", "./mine", "mine.yaml"])
+def test_a_path_in_the_place_of_a_name_is_refused_with_what_to_write(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_configs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"write --config-dir \S+ --config-name mine$"):
+        load(name.format(folder=tmp_path))
+
+
 def own_configs(folder: Path) -> Path:
     """A folder of a user's YAML files, with a run that inherits a shipped one, and a choice of its own."""
     (folder / "data").mkdir()

@@ -62,6 +62,8 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
         ("reward=exactmatch", "reward must name a file of configs/reward: exact_match, "),
         ("reward=exactmatch", "got 'exactmatch'; did you mean exact_match?"),
         ("algorithm=grpo,grp0", "got 'grp0'; did you mean grpo?"),
+        ("reward=[math,mth_length]", "got 'mth_length'; did you mean math_length?"),
+        ("reward.parts=[a.py:f]", "reward.parts must be a section with keys of its own, got [a.py:f]"),
         ("algorithm.name=gpro", "or path/to/file.py:NAME or package.module:NAME, got 'gpro'; did you mean grpo?"),
         ("algorithm.name=kinder.algos.Mine", "got 'kinder.algos.Mine'; did you mean kinder.algos:Mine?"),
         ("algorithm.name=kinder/algos.py", "got 'kinder/algos.py'; did you mean kinder/algos.py:NAME?"),

@@ -52,10 +52,21 @@ def test_faults_are_listed_all_at_once_and_a_layout_that_cannot_be_counted_is_re
     assert "train.moe.aux_loss_coefficient has no effect" in out and "data.max_prompt_tokens=50000" in out
 
 
+@pytest.mark.parametrize("option", ["--devices", "--devices-per-host", "--prompt-tokens", "--response-tokens"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_a_number_below_one_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan.main([*DEVICE, option, value])
+    assert ended.value.code == 2
+    assert f"argument {option}: must be a whole number from 1 on, got {value}" in capsys.readouterr().err
+
+
 @pytest.mark.thorough
 def test_a_machine_without_a_device_plans_its_own_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--config-name", "grpo_qwen3_moe"]) == 0
-    assert "not predicted: the speeds of cpu are not known" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "not predicted: the speeds of cpu are not known" in text
+    assert text.endswith("layouts not compared: the speeds of cpu are not known")
 
 
 def test_links_shows_the_bytes_of_the_sync_by_kind_of_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ from rlframe.tools.plan_sync import Case, by_medium, solve
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import ConfigError, RlframeError
 from rlframe.utils.faults import Fault
+from rlframe.utils.files.whole import writing
 from rlframe.utils.text import printable
 
 PLANNED = (Mode.TRAIN, Mode.SELF_TEST)
@@ -61,11 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.links:
             for line in labelled("links", links(found, options.devices_per_host)):
                 print(line)
+        if options.json:
+            with writing(Path(options.json)):
+                Path(options.json).write_text(json.dumps(facts(found, faults, layouts), indent=1) + "\n")
     except RlframeError as error:
         print(printable(str(error)), file=sys.stderr)
         return 1
-    if options.json:
-        Path(options.json).write_text(json.dumps(facts(found, faults, layouts), indent=1) + "\n")
     return 0 if found.fits and not faults else 1
 
 

@@ -1,6 +1,7 @@
 """Composition: YAML groups and overrides into plain values."""
 
 import logging
+import re
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 """Errors of Hydra for files and arguments that a user can mend."""
+LIST_OVER_SECTION = re.compile(r"Error merging override \+*(?P<key>[\w.-]+)=(?P<value>\[.*)", re.DOTALL)
+"""What Hydra 1.3 says of a list that is to take the place of a section."""
 
 
 def configs_folder() -> Path:
@@ -97,12 +100,17 @@ def choices(folders: Sequence[Path]) -> dict[str, list[str]]:
 
 def _check_name(name: str, folders: Sequence[Path]) -> None:
     stem = name.removesuffix(".yaml")
-    if any((folder / f"{stem}.yaml").is_file() for folder in folders):
+    # Hydra looks for no absolute path, and takes the defaults of a file beside `..` from its own folder.
+    a_path = Path(name).is_absolute() or bool({".", ".."} & set(name.split("/")))
+    if not a_path and any((folder / f"{stem}.yaml").is_file() for folder in folders):
         return
     known = config_names(folders)
     where = " or ".join(map(str, folders))
     rule = f"must name a file of {where}: {', '.join(known)}"
-    raise ConfigError([Fault("--config-name", rule, got=repr(name), hint=did_you_mean(stem, known))])
+    hint = did_you_mean(stem, known)
+    if (file := Path(f"{stem}.yaml")).is_file():
+        hint = f"write --config-dir {file.parent} --config-name {file.stem}"
+    raise ConfigError([Fault("--config-name", rule, got=repr(name), hint=hint)])
 
 
 def composed(config_name: str, overrides: Sequence[str] = (), *, config_dir: str | None = None) -> dict[str, Any]:
@@ -158,6 +166,8 @@ def refusal(error: Exception) -> ConfigError:
         group, _, name = error.missing_cfg_file.rpartition("/")
         rule = f"must name a file of configs/{group}: {', '.join(error.options)}"
         return ConfigError([Fault(group, rule, got=repr(name), hint=did_you_mean(name, error.options))])
+    if match := LIST_OVER_SECTION.fullmatch(str(error)):
+        return ConfigError([Fault(match["key"], "must be a section with keys of its own", got=match["value"])])
     return ConfigError([str(error)])
 
 

@@ -90,8 +90,9 @@ def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[Faul
 
 
 def _choices(value: str) -> list[str]:
-    """Returns the names in `grpo` or `grpo,rloo`. Other forms, such as `glob(*)`, are left to Hydra."""
-    return value.split(",") if re.fullmatch(r"[\w.,-]+", value) else []
+    """Returns the names in `grpo`, `grpo,rloo` or `[math,length]`. Hydra reads other forms, such as `glob(*)`."""
+    names = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    return names.split(",") if re.fullmatch(r"[\w.,-]+", names) else []
 
 
 def depth(text: str) -> int:

@@ -9,6 +9,7 @@ and for `--verify`, which computes with both models, one after the other, in flo
 """
 
 import argparse
+import math
 import multiprocessing
 import sys
 from collections.abc import Sequence
@@ -242,9 +243,12 @@ def _parser() -> Parser:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {value:g}")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
     return value
 
 

@@ -28,6 +28,7 @@ from rlframe.tools.plan_sync import Case, by_medium, solve
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import ConfigError, RlframeError
 from rlframe.utils.faults import Fault
+from rlframe.utils.files.whole import writing
 from rlframe.utils.text import printable
 
 PLANNED = (Mode.TRAIN, Mode.SELF_TEST)
@@ -61,11 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.links:
             for line in labelled("links", links(found, options.devices_per_host)):
                 print(line)
+        if options.json:
+            with writing(Path(options.json)):
+                Path(options.json).write_text(json.dumps(facts(found, faults, layouts), indent=1) + "\n")
     except RlframeError as error:
         print(printable(str(error)), file=sys.stderr)
         return 1
-    if options.json:
-        Path(options.json).write_text(json.dumps(facts(found, faults, layouts), indent=1) + "\n")
     return 0 if found.fits and not faults else 1
 
 
@@ -121,16 +123,22 @@ def on(accelerator: Accelerator, run: RunConfig) -> RunConfig:
     return replace(run, cluster=replace(run.cluster, device=device), model=replace(run.model, random_init=True))
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text}")
+    return int(text)
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m rlframe.tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--device", choices=sorted(KINDS), help="the kind of device (default: that of this machine)")
-    add("--devices", type=int, help="number of devices for the best layouts (default: what the run needs)")
-    add("--devices-per-host", type=int, default=8, help="default %(default)s")
-    add("--prompt-tokens", type=int, help="mean tokens of a prompt (default: data.max_prompt_tokens)")
-    add("--response-tokens", type=int, help="mean tokens of a response (default: rollout.max_tokens)")
+    add("--devices", type=_count, help="number of devices for the best layouts (default: what the run needs)")
+    add("--devices-per-host", type=_count, default=8, help="default %(default)s")
+    add("--prompt-tokens", type=_count, help="mean tokens of a prompt (default: data.max_prompt_tokens)")
+    add("--response-tokens", type=_count, help="mean tokens of a response (default: rollout.max_tokens)")
     add("--links", action="store_true", help="plan the weight sync with the engine's own loader: bytes by kind of link")
     add("--json", metavar="FILE", help="write everything as JSON too")
     add_arguments(parser)

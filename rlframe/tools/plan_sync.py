@@ -27,6 +27,7 @@ from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 from rlframe.utils.faults import Fault
+from rlframe.utils.files.whole import writing
 from rlframe.utils.nearest import did_you_mean
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
 from rlframe.weight_sync.plan.planner import MOST_LINKS, Kind, LinkSpeeds, Plan, make_plan
@@ -128,7 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for line in describe(answer):
         print(line)
     if file:
-        Path(file).write_text(json.dumps(facts(answer), indent=2) + "\n")
+        try:
+            with writing(Path(file)):
+                Path(file).write_text(json.dumps(facts(answer), indent=2) + "\n")
+        except RlframeError as error:
+            parser.error(str(error))
         print(f"written to {file}", file=sys.stderr)
 
 

@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     files = sample_files(options.output)
     if not files:
-        print(printable(f"{options.output} has no rollouts in samples/: {WHENCE}"), file=sys.stderr)
+        missing = f"has no rollouts in samples/: {WHENCE}" if options.output.is_dir() else "is not a folder"
+        print(printable(f"{options.output} {missing}"), file=sys.stderr)
         return NO_SAMPLES
     found = list(picked(options, files))
     if not found:

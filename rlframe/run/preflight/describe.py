@@ -38,7 +38,7 @@ def describe(plan: Plan, faults: Iterable[Fault], layouts: Iterable[Layout], *, 
     yield from labelled("seconds", _seconds(plan))
     if plan.engine:
         yield from labelled("sync", _sync(plan))
-    yield from labelled("layouts", _layouts(layouts))
+    yield from labelled("layouts", _layouts(plan, layouts))
 
 
 def labelled(label: str, lines: Iterable[str]) -> Iterator[str]:
@@ -178,7 +178,10 @@ def _sync(plan: Plan) -> Iterator[str]:
         )
 
 
-def _layouts(layouts: Iterable[Layout]) -> Iterator[str]:
+def _layouts(plan: Plan, layouts: Iterable[Layout]) -> Iterator[str]:
+    if not plan.accelerator.speeds:
+        yield f"not compared: the speeds of {plan.accelerator.name} are not known"
+        return
     count = 0
     for count, layout in enumerate(layouts, start=1):  # noqa: B007
         phases = ", ".join(f"{phase} {value:.3g}" for phase, value in layout.plan.step_seconds.items())

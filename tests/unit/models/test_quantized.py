@@ -187,6 +187,13 @@ def test_the_tool_refuses_a_plain_folder(
     assert "is not quantised: its config.json has no quantization_config; use it as it is" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", ["inf", "nan", "large", "0"])
+def test_the_tool_refuses_a_size_that_is_no_number_above_0(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        convert.main(["dequantize", "--model", "qwen3_moe_tiny", "--out", "out", "--shard-gb", size])
+    assert f"argument --shard-gb: must be a number above 0, got {size}" in capsys.readouterr().err
+
+
 def spoil(folder: Path, target: Path, end: str, change: Any) -> str:
     """Copies a quantised folder with one tensor changed, or removed. Returns its name."""
     target.mkdir()

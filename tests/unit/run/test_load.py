@@ -62,6 +62,8 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
         ("reward=exactmatch", "reward must name a file of configs/reward: exact_match, "),
         ("reward=exactmatch", "got 'exactmatch'; did you mean exact_match?"),
         ("algorithm=grpo,grp0", "got 'grp0'; did you mean grpo?"),
+        ("reward=[math,mth_length]", "got 'mth_length'; did you mean math_length?"),
+        ("reward.parts=[a.py:f]", "reward.parts must be a section with keys of its own, got [a.py:f]"),
         ("algorithm.name=gpro", "or path/to/file.py:NAME or package.module:NAME, got 'gpro'; did you mean grpo?"),
         ("algorithm.name=kinder.algos.Mine", "got 'kinder.algos.Mine'; did you mean kinder.algos:Mine?"),
         ("algorithm.name=kinder/algos.py", "got 'kinder/algos.py'; did you mean kinder/algos.py:NAME?"),
@@ -80,6 +82,16 @@ def test_a_fault_is_reported_by_its_key(override: str, part: str) -> None:
 def test_an_unknown_config_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"got 'grpo_qwen3_mo'; did you mean grpo_qwen3_moe\?"):
         load("grpo_qwen3_mo")
+
+
+@pytest.mark.parametrize("name", ["{folder}/mine.yaml", "{folder}/mine", "./mine", "mine.yaml"])
+def test_a_path_in_the_place_of_a_name_is_refused_with_what_to_write(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_configs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"write --config-dir \S+ --config-name mine$"):
+        load(name.format(folder=tmp_path))
 
 
 def own_configs(folder: Path) -> Path:

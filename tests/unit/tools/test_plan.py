@@ -36,6 +36,8 @@ def test_what_does_not_fit_ends_with_status_1_and_changes(tmp_path: Path, capsys
     assert not facts["fits"] and facts["missing_bytes"] > 0 and len(facts["layouts"]) == 3
     (device,) = facts["devices"]
     assert device["roles"] == ["policy", "engines"] and device["count"] == 8
+    assert plan.main([*DEVICE, *overrides, "--json", str(tmp_path / "no/plan.json")]) == 1
+    assert "no/plan.json cannot be written: No such file or directory" in capsys.readouterr().err
 
 
 def test_faults_are_listed_all_at_once_and_a_layout_that_cannot_be_counted_is_refused(
@@ -52,10 +54,21 @@ def test_faults_are_listed_all_at_once_and_a_layout_that_cannot_be_counted_is_re
     assert "train.moe.aux_loss_coefficient has no effect" in out and "data.max_prompt_tokens=50000" in out
 
 
+@pytest.mark.parametrize("option", ["--devices", "--devices-per-host", "--prompt-tokens", "--response-tokens"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_a_number_below_one_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan.main([*DEVICE, option, value])
+    assert ended.value.code == 2
+    assert f"argument {option}: must be a whole number from 1 on, got {value}" in capsys.readouterr().err
+
+
 @pytest.mark.thorough
 def test_a_machine_without_a_device_plans_its_own_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--config-name", "grpo_qwen3_moe"]) == 0
-    assert "not predicted: the speeds of cpu are not known" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "not predicted: the speeds of cpu are not known" in text
+    assert text.endswith("layouts not compared: the speeds of cpu are not known")
 
 
 def test_links_shows_the_bytes_of_the_sync_by_kind_of_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

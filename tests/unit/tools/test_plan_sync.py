@@ -114,6 +114,9 @@ def test_the_command_prints_both_sides_links_floor_and_seconds(
     assert written["total_bytes"] == SMALL_BYTES
     assert written["links"] == [{"trainer": 0, "engine_rank": 0, "bytes": SMALL_BYTES, "kind": "device"}]
     assert set(written["seconds"]) == {"record_trainer_s", "start_engine_s", "record_engine_s", "plan_s"}
+    with pytest.raises(SystemExit):
+        main(["--model", small, "--train", "d1", "--engine", "transformers", "--json", str(tmp_path / "no/plan.json")])
+    assert "no/plan.json cannot be written: No such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ def test_it_says_what_is_missing(output: Path, tmp_path: Path, capsys: pytest.Ca
     assert rollouts.main([str(output), "--search", "nowhere"]) == 1
     assert rollouts.main([str(tmp_path)]) == 2
     assert "logging.samples.keep" in capsys.readouterr().err
+    assert rollouts.main([str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'nowhere'} is not a folder\n"
     with pytest.raises(SystemExit):
         rollouts.main([str(output), "--best", "0"])
     assert "must be a whole number from 1 on, got 0" in capsys.readouterr().err

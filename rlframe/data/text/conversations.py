@@ -112,7 +112,7 @@ def turns_of(record: Record, config: DataConfig) -> tuple[list[Message], list[fl
     DataError as `understand`."""
     messages = prompt_messages(record, config)
     weights = _weights(record, config, len(messages))
-    response_key = config.answer_key or next((key for key in RESPONSE_KEYS if key in record.fields), None)
+    response_key = config.answer_key or _field(record, RESPONSE_KEYS)
     if response_key in OF_MESSAGES and isinstance(turns := record.fields.get(response_key), list):
         more = _completion(record, response_key, turns, messages)
         # As in TRL, what stands in the prompt is not learnt.
@@ -175,7 +175,7 @@ def _completion(record: Record, key: str, turns: list[Any], prompt: Sequence[Mes
 
 def _weights(record: Record, config: DataConfig, count: int, *, default: float = 1.0) -> list[float]:
     """Returns `count` weights of messages: `default`, unless the message says another in its `weight`."""
-    key = config.prompt_key or next((key for key in PROMPT_KEYS if key in record.fields), "")
+    key = config.prompt_key or _field(record, PROMPT_KEYS) or ""
     value = record.fields.get(key)
     own = _weights_of(record, key, value, default=default) if isinstance(value, list) else []
     # A system message from elsewhere stands before them.
@@ -198,6 +198,13 @@ def _weights_of(record: Record, key: str, turns: list[Any], *, default: float = 
     return weights
 
 
+def _field(record: Record, keys: Sequence[str]) -> str | None:
+    """Returns the first of `keys` that the record has a value for, or, where all are null, has at all. Files with
+    columns give every record the fields of all."""
+    present = [key for key in keys if key in record.fields]
+    return next((key for key in present if record.fields[key] is not None), present[0] if present else None)
+
+
 def _setting(key: str) -> str:
     """Returns the setting that names a field. The records may be those of a set, which may have its own."""
     return f"data.{key}, or evaluation.sets.NAME.{key} of a set"
@@ -205,7 +212,7 @@ def _setting(key: str) -> str:
 
 def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]:
     fields = record.fields
-    key = prompt_key or next((key for key in PROMPT_KEYS if key in fields), None)
+    key = prompt_key or _field(record, PROMPT_KEYS)
     if key is None:
         raise DataError(
             f"{record.where}: expected one of the fields {', '.join(PROMPT_KEYS)}, "
@@ -289,7 +296,7 @@ def _answer(record: Record, answer_key: str | None) -> str | None:
     judged = record.fields.get("reward_model")
     if isinstance(judged, dict) and judged.get("ground_truth") is not None:
         return str(judged["ground_truth"])
-    key = "answer" if "answer" in record.fields else next((key for key in RESPONSE_KEYS if key in record.fields), None)
+    key = "answer" if "answer" in record.fields else _field(record, RESPONSE_KEYS)
     return _text(record, key) if key else None
 
 

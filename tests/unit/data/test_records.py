@@ -118,6 +118,7 @@ FOUR = {"role": "assistant", "content": "4"}
         ({"prompt": [USER], "reward_model": {"ground_truth": "4", "style": "rule"}}, [USER], "4"),
         ({"messages": [USER, FOUR]}, [USER, FOUR], "4"),
         ({"messages": [USER], "answer": "4"}, [USER, FOUR], "4"),
+        ({"messages": None, "prompt": "2+2?", "response": None, "completion": "4"}, [USER, FOUR], "4"),
         (
             {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}], "system": "Add."},
             [{"role": "system", "content": "Add."}, USER, FOUR],

@@ -121,6 +121,8 @@ def turns_of(record: Record, config: DataConfig) -> tuple[list[Message], list[fl
     response = _text(record, response_key) if response_key else None
     if response is not None and messages[-1]["role"] != "assistant":
         messages, weights = [*messages, {"role": "assistant", "content": response}], [*weights, 1.0]
+    elif response and response_key in OF_MESSAGES and (config.prompt_key or _field(record, PROMPT_KEYS)) == "prompt":
+        raise _continued(record, response_key, "text", "its text")
     return messages, weights, len(messages) - (messages[-1]["role"] == "assistant")
 
 
@@ -166,11 +168,16 @@ def _completion(record: Record, key: str, turns: list[Any], prompt: Sequence[Mes
             "messages before it into the prompt"
         )
     if prompt[-1]["role"] == "assistant":
-        raise DataError(
-            f"{record.where}: expected the prompt to end with the user or a tool where {key!r} is a list of messages, "
-            f"found that both are of the assistant; put the beginning of the response into {key}[0]"
-        )
+        raise _continued(record, key, "a list of messages", f"{key}[0]")
     return found
+
+
+def _continued(record: Record, key: str, kind: str, into: str) -> DataError:
+    """Returns the error of a response that continues the assistant's turn of its prompt."""
+    return DataError(
+        f"{record.where}: expected the prompt to end with the user or a tool where {key!r} is {kind}, found that both "
+        f"are of the assistant; put the beginning of the response into {into}"
+    )
 
 
 def _weights(record: Record, config: DataConfig, count: int, *, default: float = 1.0) -> list[float]:

@@ -13,6 +13,7 @@ class Exaone4(Decoder):
 
     norms = olmo2.NORMS
     windows = True
+    default_kv_heads = 32
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         features = {"norm_before": False, "norm_after": True, "qk_norm": True}

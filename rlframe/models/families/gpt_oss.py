@@ -58,6 +58,7 @@ class GptOss(Decoder):
 
     experts = StackedExperts()
     default_theta = 150000.0
+    default_kv_heads = 8
     default_rope = MappingProxyType({
         "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
         "beta_slow": 1.0, "truncate": False,

@@ -55,6 +55,7 @@ class Llama4Text(Decoder):
     mlp = Mlp(MODULE)
     experts = StackedExperts()
     default_theta = 500000.0
+    default_kv_heads = 8
     rope_kinds = ("default", "llama3")
     layer_kinds = ("full_attention", "chunked_attention")
 

@@ -11,6 +11,7 @@ class SeedOss(Decoder):
     """Query, key and value have a bias, and heads are wider than hidden_size over their number."""
 
     attention_bias = True
+    default_kv_heads = 8
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         if hf.get("attention_out_bias"):

@@ -192,8 +192,9 @@ def test_two_sections_about_rope_may_agree() -> None:
     assert (a.rope_theta, a.rope_scaling) == (5e5, linear)
 
 
-DECIDED_BY_DEFAULTS = ("rope_theta", "rope_scaling", "rotary_percent", "router_scale", "router_groups",
-                       "router_groups_per_token", "moe_layers", "window_layers", "window_rope_theta")  # fmt: skip
+DECIDED_BY_DEFAULTS = ("num_kv_heads", "latent", "rope_theta", "rope_scaling", "rotary_percent", "router_scale",
+                       "router_groups", "router_groups_per_token", "moe_layers", "window_layers",
+                       "window_rope_theta")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -203,7 +204,7 @@ def test_what_config_json_does_not_say_is_what_transformers_takes(name: str) -> 
     family = importlib.import_module(f"rlframe.models.families.{whole['model_type']}").FAMILY
     known = transformers.CONFIG_MAPPING[SAME_AS.get(name, whole["model_type"])]
     for key in ("rope_parameters", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace",
-                "mlp_layer_types", "layer_types", "sliding_window"):  # fmt: skip
+                "mlp_layer_types", "layer_types", "sliding_window", "num_key_value_heads", "q_lora_rank"):  # fmt: skip
         less = {each: value for each, value in whole.items() if each != key}
         theirs = known.from_dict(copy.deepcopy(less)).to_dict() | {"model_type": whole["model_type"]}
         found = [_read(family, hf) for hf in (less, theirs)]

@@ -85,7 +85,7 @@ class GptOss(Decoder):
             "num_experts": hf["num_local_experts"],
             "experts_per_token": hf["num_experts_per_tok"],
             "expert_ffn_hidden_size": hf["intermediate_size"],
-            "clamped_glu": ClampedGlu(alpha=hf.get("swiglu_alpha", 1.702), limit=hf.get("swiglu_limit", 7.0)),
+            "clamped_glu": ClampedGlu(alpha=hf.get("swiglu_alpha") or 1.702, limit=hf.get("swiglu_limit") or 7.0),
             "moe_layers": (True,) * layers,
         }
 

@@ -165,6 +165,7 @@ def test_llama3_rope_is_read_from_both_forms(rope: dict[str, Any]) -> None:
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn needs original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"factor": None}}, "llama3 needs factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         (
             {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -237,6 +238,7 @@ def test_experts_of_deepseek_and_glm_are_read() -> None:
     assert (a.sigmoid_router, a.router_scale, a.router_groups) == (True, 2.5, 1)
     assert a.shared_ffn_hidden_size == 12  # two shared experts of width 6
     assert a.moe_layers == (False, True, True)
+    assert GLM4_MOE.architecture(ROUTED | {"routed_scaling_factor": None}).router_scale == 1.0
 
 
 def test_gated_delta_nets_are_read() -> None:
@@ -345,6 +347,7 @@ def test_gpt_oss_is_read() -> None:
     assert a.window_layers == (True, False, True) and a.sliding_window == 8
     assert a.clamped_glu == ClampedGlu(alpha=1.702, limit=7.0)
     assert a.sinks and a.linear_bias and a.qkv_bias and a.rope_theta == 150000.0
+    assert GPT_OSS.architecture(STACKED | {"swiglu_alpha": None, "swiglu_limit": None}).clamped_glu == a.clamped_glu
 
 
 def test_an_expert_of_gpt_oss_is_its_slice_transposed() -> None:

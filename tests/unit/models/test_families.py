@@ -25,6 +25,7 @@ from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.families.qwen3_next import FAMILY as QWEN3_NEXT
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.random_init import random_tensor
 from rlframe.models.transformers_config import SAME_AS
 from rlframe.rollout.served.recording import checkpoint_tensors, random_weights
 from rlframe.utils.errors import ConfigError
@@ -230,6 +231,9 @@ def test_random_norms_are_those_of_transformers_own_random_weights(name: str, tm
     found = dict(random_weights(checkpoint_tensors(tmp_path), tmp_path, seed=0, device="cpu"))
     norms = [each for each in found if each.endswith("norm.weight")]
     assert len(norms) >= 7 and all(torch.equal(found[each], theirs[each]) for each in norms)
+    head = [each for each in checkpoint_tensors(tmp_path, with_mtp=True) if each.startswith("mtp.pre_fc_norm")]
+    drawn = [random_tensor(each, (4,), zero_centered_norms=True, seed=0) for each in head]
+    assert len(head) in (0, 2) and not any(each.any() for each in drawn)
 
 
 def test_experts_of_deepseek_and_glm_are_read() -> None:

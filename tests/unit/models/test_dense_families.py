@@ -116,6 +116,7 @@ def test_a_query_sees_its_window_or_its_chunk() -> None:
     ("model_type", "keys", "message"),
     [
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias is true"),
+        ("exaone4", {"sliding_window": 16, "sliding_window_pattern": 0}, "sliding_window_pattern 0 needs layer_types"),
         ("mistral", {"layer_types": ["sliding_attention"] * 8}, "layer_types is set"),
         ("ministral3", {}, "rope_parameters.llama_4_scaling_beta is missing"),
         ("qwen3", {"rope_scaling": YARN | {"attention_factor": 2.0}}, "derives 1.20794 from factor"),

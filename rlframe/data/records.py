@@ -48,6 +48,11 @@ class Record:
     another one trained on: the task that an environment knows. Empty if the prompt says everything."""
 
     @property
+    def has_columns(self) -> bool:
+        """Returns whether it comes from a file with columns (Parquet, hub), and so has the fields of all records."""
+        return self.source.endswith(".parquet") or "/" in self.source
+
+    @property
     def names(self) -> str:
         """The names of its fields, for a message."""
         listed = [name if len(name) <= MOST_NAMES * 2 else f"{name[: MOST_NAMES * 2]}..." for name in self.fields]

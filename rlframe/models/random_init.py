@@ -1,6 +1,7 @@
 """Random weights for training from scratch, identical for every layout of the ranks that load them."""
 
 import hashlib
+import re
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 STANDARD_DEVIATION = 0.02
 """Standard deviation of GPT-2, and the default `initializer_range` of transformers' configs."""
+NORM = re.compile(r"norm(_embedding|_hidden)?\.weight$")
+"""End of the name of a norm's weight, also of those in Qwen's head for multi-token prediction."""
 GATED_NORM = "linear_attn.norm.weight"
 """End of the name of the norm in a gated delta net, whose factor is the weight in every family."""
 
@@ -26,7 +29,7 @@ def random_tensor(
     """
     # Engines load under a default number format of their own.
     kind: Any = {"dtype": torch.float32, "device": device}
-    if name.endswith("norm.weight"):
+    if NORM.search(name):
         centered = zero_centered_norms and not name.endswith(GATED_NORM)
         return torch.zeros(shape, **kind) if centered else torch.ones(shape, **kind)
     if name.endswith("bias"):

@@ -5,7 +5,9 @@
 | chat | [{type: function, function: {name, ...}}] | `tool_calls` of a message: [{id, function: {name, arguments}}] |
 | sharegpt | [{name, ...}], or that as JSON text | a turn from function_call: {name, arguments} as JSON text |
 
-Arguments may be JSON text; templates get them as a dict, which most of them write as JSON.
+Arguments may be JSON text; templates get them as a dict, which most of them write as JSON. A file with columns
+(Parquet, datasets of the hub) gives every tool and call the names of all others, with null; these are left out, as in
+TRL. JSON text keeps its own nulls.
 """
 
 import json
@@ -86,12 +88,18 @@ def _function(record: Record, name: str, value: Any) -> dict[str, Any]:
 
 
 def _parsed(record: Record, name: str, value: Any) -> Any:
-    """Returns JSON text as what it says; anything else as it is."""
+    """Returns JSON text as what it says; anything else as it is, but for nulls of columns."""
     if not isinstance(value, str):
-        return value
+        return _without_nulls(value) if record.has_columns else value
     try:
         parsed = parse_json(value)
     except ValueError as error:
         raise DataError(f"{record.where}: expected {name} to be JSON, found {value!r:.60} ({error})") from error
     check_values(parsed, record.where)
     return parsed
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

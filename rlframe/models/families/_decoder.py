@@ -31,6 +31,8 @@ class Decoder(Family):
     """The experts of the layers in `Architecture.moe_layers`."""
     default_theta = 10000.0
     """Value of rope_theta if config.json has none."""
+    default_kv_heads: int | None = None
+    """Value of num_key_value_heads if config.json has none. None for num_attention_heads, which null means too."""
     default_tie = False
     """Value of tie_word_embeddings if config.json has none."""
     default_rope: Mapping[str, Any] = MappingProxyType({})
@@ -72,7 +74,7 @@ class Decoder(Family):
             "hidden_size": hf["hidden_size"],
             "num_layers": hf["num_hidden_layers"],
             "num_attention_heads": heads,
-            "num_kv_heads": hf.get("num_key_value_heads") or heads,
+            "num_kv_heads": hf.get("num_key_value_heads", self.default_kv_heads) or heads,
             "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
             "ffn_hidden_size": hf["intermediate_size"],
             "vocab_size": hf["vocab_size"],

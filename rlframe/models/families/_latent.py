@@ -10,8 +10,11 @@ NORM_EPS = 1e-6
 """Epsilon of the norms of the narrow vectors in DeepSeek's code and in transformers, whatever rms_norm_eps is."""
 
 
-def features(hf: Mapping[str, Any]) -> dict[str, Any]:
+def features(hf: Mapping[str, Any], *, default_query_rank: int = 1536) -> dict[str, Any]:
     """Returns the fields of `Architecture` about latent attention.
+
+    Args:
+        default_query_rank: value of q_lora_rank if config.json has none. null means no rank.
 
     Raises:
         ConfigError: a key is missing, or Megatron-Core computes the positions differently.
@@ -24,7 +27,7 @@ def features(hf: Mapping[str, Any]) -> dict[str, Any]:
         faults.append("rope truncate must be true: Megatron-Core 0.16.1 rounds the range of latent attention")
     faults_to_error(hf, faults)
     latent = MLADimensions(
-        query_rank=hf.get("q_lora_rank"),
+        query_rank=hf.get("q_lora_rank", default_query_rank),
         kv_rank=hf["kv_lora_rank"],
         plain_head_dim=hf["qk_nope_head_dim"],
         rotary_head_dim=hf["qk_rope_head_dim"],

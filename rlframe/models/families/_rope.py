@@ -59,8 +59,8 @@ def read(
     if kind not in kinds:
         faults.append(f"rope_type must be {' or '.join(kinds)}, got {kind!r}")
     elif kind == "llama3":
-        faults += [f"rope_type llama3 needs {key}" for key in LLAMA3 if key not in rope]
-        scaling = {"rope_type": kind} | {key: rope[key] for key in LLAMA3 if key in rope}
+        faults += [f"rope_type llama3 needs {key}" for key in LLAMA3 if rope.get(key) is None]
+        scaling = {"rope_type": kind} | {key: rope.get(key) for key in LLAMA3}
     elif kind == "linear":
         faults += [] if rope.get("factor") else ["rope_type linear needs factor"]
         scaling = {"rope_type": kind, "factor": rope.get("factor")}

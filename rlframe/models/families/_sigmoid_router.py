@@ -50,7 +50,7 @@ def features(
     for key, known in PUBLISHED.items():
         if hf.get(key, known) != known:
             faults.append(f"{key} must be {known}, which is all that transformers computes, got {hf[key]!r:.60}")
-    layers, stated = hf["num_hidden_layers"], hf.get("first_k_dense_replace")
+    layers, stated, scale = hf["num_hidden_layers"], hf.get("first_k_dense_replace"), hf.get("routed_scaling_factor")
     first = default_dense if stated is None else stated
     kinds = hf.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in range(layers)]
     if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
@@ -64,7 +64,7 @@ def features(
         "sigmoid_router": True,
         "router_groups": groups,
         "router_groups_per_token": per_token,
-        "router_scale": float(hf.get("routed_scaling_factor", default_scale)),
+        "router_scale": float(default_scale if scale is None else scale),
         "moe_layers": tuple(kind == "sparse" for kind in kinds),
         "mtp_layers": _mtp.count(hf, "num_nextn_predict_layers"),
     }

@@ -13,6 +13,7 @@ class Exaone4(Decoder):
 
     norms = olmo2.NORMS
     windows = True
+    default_kv_heads = 32
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         features = {"norm_before": False, "norm_after": True, "qk_norm": True}
@@ -21,7 +22,7 @@ class Exaone4(Decoder):
         if not window:
             return features
         kinds, pattern = hf.get("layer_types"), hf.get("sliding_window_pattern", 4)
-        if not kinds and not isinstance(pattern, int):
+        if not kinds and not (isinstance(pattern, int) and pattern):
             faults_to_error(hf, [f"sliding_window_pattern {pattern!r:.60} needs layer_types"])
         windowed = (
             tuple(kind == "sliding_attention" for kind in kinds)

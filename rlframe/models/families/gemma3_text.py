@@ -20,6 +20,7 @@ class Gemma3Text(WindowRopeDecoder):
     }
     default_theta = 1e6
     window_theta = 1e4
+    default_kv_heads = 4
     pattern = 6
     default_tie = True
 

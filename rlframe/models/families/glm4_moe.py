@@ -14,6 +14,7 @@ class Glm4Moe(Decoder):
     partial_rope = True
     default_partial = 0.5
     attention_bias = True
+    default_kv_heads = 8
     mtp = _mtp.BEHIND_LAYERS
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,9 @@ class Glm4MoeLite(Decoder):
         dense = hf.get("first_k_dense_replace", 1)
         if dense != 1 and not hf.get("mlp_layer_types"):
             faults_to_error(hf, [f"first_k_dense_replace must be 1, as transformers computes, got {dense}"])
-        return _sigmoid_router.features(hf, default_scale=1.8, default_dense=1) | _latent.features(hf)
+        return _sigmoid_router.features(hf, default_scale=1.8, default_dense=1) | _latent.features(
+            hf, default_query_rank=768
+        )
 
 
 FAMILY = Glm4MoeLite()

@@ -58,6 +58,7 @@ class GptOss(Decoder):
 
     experts = StackedExperts()
     default_theta = 150000.0
+    default_kv_heads = 8
     default_rope = MappingProxyType({
         "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
         "beta_slow": 1.0, "truncate": False,
@@ -84,7 +85,7 @@ class GptOss(Decoder):
             "num_experts": hf["num_local_experts"],
             "experts_per_token": hf["num_experts_per_tok"],
             "expert_ffn_hidden_size": hf["intermediate_size"],
-            "clamped_glu": ClampedGlu(alpha=hf.get("swiglu_alpha", 1.702), limit=hf.get("swiglu_limit", 7.0)),
+            "clamped_glu": ClampedGlu(alpha=hf.get("swiglu_alpha") or 1.702, limit=hf.get("swiglu_limit") or 7.0),
             "moe_layers": (True,) * layers,
         }
 

@@ -55,6 +55,7 @@ class Llama4Text(Decoder):
     mlp = Mlp(MODULE)
     experts = StackedExperts()
     default_theta = 500000.0
+    default_kv_heads = 8
     rope_kinds = ("default", "llama3")
     layer_kinds = ("full_attention", "chunked_attention")
 
@@ -76,7 +77,8 @@ class Llama4Text(Decoder):
         step = hf.get("interleave_moe_layer_step") or 1
         sparse = hf.get("moe_layers")
         sparse = set(range(step - 1, layers, step) if sparse is None else sparse)
-        scaling = QueryScaling(strength=hf.get("attn_scale", 0.1), tokens=hf.get("floor_scale") or 8192, shift=1)
+        strength = 0.1 if (scale := hf.get("attn_scale")) is None else scale
+        scaling = QueryScaling(strength=strength, tokens=hf.get("floor_scale") or 8192, shift=1)
         without_rope = tuple(not rope for rope in with_rope)
         return {
             "head_dim": hf.get("head_dim") or 128,

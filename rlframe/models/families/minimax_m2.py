@@ -24,6 +24,7 @@ class MiniMaxM2(Decoder):
 
     experts = Experts("block_sparse_moe.", Projections("w1", "w3", "w2"), bias="e_score_correction_bias")
     default_theta = 5e6
+    default_kv_heads = 8
     rope_kinds = ("default",)
     partial_rope = True
 

@@ -11,6 +11,7 @@ class Mistral(Decoder):
     """The plain decoder, whose queries may see a window of tokens only."""
 
     windows = True
+    default_kv_heads = 8
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         if hf.get("layer_types"):

@@ -13,6 +13,7 @@ class Mixtral(Decoder):
 
     experts = Experts("block_sparse_moe.", Projections("w1", "w3", "w2"))
     default_theta = 1e6
+    default_kv_heads = 8
     rope_kinds = ("default",)
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class Qwen35(Decoder):
     layer_kinds = ("full_attention", "linear_attention")
     partial_rope = True
     default_partial = 0.25
+    default_kv_heads = 4
     rope_kinds = ("default",)
     mtp = _mtp.APART
 

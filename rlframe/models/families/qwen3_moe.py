@@ -10,6 +10,8 @@ from rlframe.models.families.base import faults_to_error
 class Qwen3Moe(Decoder):
     """Query and key heads are normalised. Every layer has experts unless config.json says otherwise."""
 
+    default_kv_heads = 4
+
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         # transformers 5 writes num_local_experts, older versions num_experts.
         experts = hf.get("num_local_experts") or hf.get("num_experts") or 0

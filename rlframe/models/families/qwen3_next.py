@@ -18,6 +18,7 @@ class Qwen3Next(Qwen3Moe):
     experts = Experts(shared="shared_expert")
     partial_rope = True
     default_partial = 0.25
+    default_kv_heads = 2
     rope_kinds = ("default",)
     mtp = _mtp.APART
 

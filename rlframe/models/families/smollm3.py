@@ -10,6 +10,7 @@ class SmolLM3(Decoder):
     """Every fourth layer has no positions (arXiv 2501.18795)."""
 
     default_theta = 2e6
+    default_kv_heads = 4
     default_tie = True
 
     def features(self, hf: Mapping[str, Any]) -> dict[str, Any]:

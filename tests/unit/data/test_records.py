@@ -118,6 +118,7 @@ FOUR = {"role": "assistant", "content": "4"}
         ({"prompt": [USER], "reward_model": {"ground_truth": "4", "style": "rule"}}, [USER], "4"),
         ({"messages": [USER, FOUR]}, [USER, FOUR], "4"),
         ({"messages": [USER], "answer": "4"}, [USER, FOUR], "4"),
+        ({"messages": None, "prompt": "2+2?", "response": None, "completion": "4"}, [USER, FOUR], "4"),
         (
             {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}], "system": "Add."},
             [{"role": "system", "content": "Add."}, USER, FOUR],
@@ -162,10 +163,11 @@ def test_turns_of_a_prompt_are_not_learnt_where_the_completion_is_a_list_of_mess
             "begin with the assistant's, found one from 'user'; put messages before",
         ),
         ([USER, FOUR], [FOUR], r"found that both are of the assistant; put the beginning .* into completion\[0\]"),
+        ([USER, FOUR], "4", "'completion' is text, found that both .* of the response into its text"),
         ([USER], ["4"], r"expected completion\[0\] to be {role, content}"),
     ],
 )
-def test_an_ambiguous_completion_is_refused(prompt: list, completion: list, message: str) -> None:
+def test_an_ambiguous_completion_is_refused(prompt: list, completion: list | str, message: str) -> None:
     record = Record(fields={"prompt": prompt, "completion": completion}, source="s", where="s:1")
     with pytest.raises(DataError, match=f"s:1: .*{message}"):
         understand(record, DataConfig())

@@ -40,6 +40,11 @@ def read(model_type: str, **keys: Any) -> Architecture:
     return FAMILIES[model_type].architecture({"model_type": model_type, **HF, **keys})
 
 
+def test_heads_of_seed_oss_are_wide_unless_their_width_is_null() -> None:
+    found = [read("seed_oss"), read("seed_oss", head_dim=None, attention_bias=None)]
+    assert [(a.head_dim, a.qkv_bias) for a in found] == [(128, True), (64 // 4, True)]
+
+
 def test_windows_are_in_all_layers_of_mistral_or_in_none() -> None:
     assert read("mistral", sliding_window=None).window_layers == ()
     assert read("mistral").sliding_window == 4096  # as in transformers' MistralConfig
@@ -96,6 +101,7 @@ def test_queries_of_llama4_and_ministral_grow() -> None:
     assert a.chunk_layers == (True, True, True, False) * 2 and a.moe_layers == (True,) * 8
     assert read("llama4_text", **LLAMA, interleave_moe_layer_step=2).moe_layers == (False, True) * 4
     assert read("llama4_text", **LLAMA, attn_temperature_tuning=False).query_scaling is None
+    assert read("llama4_text", **LLAMA, no_rope_layers=[], attn_scale=None) == a
     ministral = read("ministral3", rope_parameters=YARN | {"llama_4_scaling_beta": 0.1})
     assert ministral.query_scaling == QueryScaling(strength=0.1, tokens=512)
 
@@ -110,6 +116,7 @@ def test_a_query_sees_its_window_or_its_chunk() -> None:
     ("model_type", "keys", "message"),
     [
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias is true"),
+        ("exaone4", {"sliding_window": 16, "sliding_window_pattern": 0}, "sliding_window_pattern 0 needs layer_types"),
         ("mistral", {"layer_types": ["sliding_attention"] * 8}, "layer_types is set"),
         ("ministral3", {}, "rope_parameters.llama_4_scaling_beta is missing"),
         ("qwen3", {"rope_scaling": YARN | {"attention_factor": 2.0}}, "derives 1.20794 from factor"),

@@ -25,6 +25,7 @@ from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.families.qwen3_next import FAMILY as QWEN3_NEXT
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.random_init import random_tensor
 from rlframe.models.transformers_config import SAME_AS
 from rlframe.rollout.served.recording import checkpoint_tensors, random_weights
 from rlframe.utils.errors import ConfigError
@@ -165,6 +166,7 @@ def test_llama3_rope_is_read_from_both_forms(rope: dict[str, Any]) -> None:
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn needs original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"factor": None}}, "llama3 needs factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         (
             {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -192,8 +194,9 @@ def test_two_sections_about_rope_may_agree() -> None:
     assert (a.rope_theta, a.rope_scaling) == (5e5, linear)
 
 
-DECIDED_BY_DEFAULTS = ("rope_theta", "rope_scaling", "rotary_percent", "router_scale", "router_groups",
-                       "router_groups_per_token", "moe_layers", "window_layers", "window_rope_theta")  # fmt: skip
+DECIDED_BY_DEFAULTS = ("num_kv_heads", "latent", "rope_theta", "rope_scaling", "rotary_percent", "router_scale",
+                       "router_groups", "router_groups_per_token", "moe_layers", "window_layers",
+                       "window_rope_theta")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -203,7 +206,7 @@ def test_what_config_json_does_not_say_is_what_transformers_takes(name: str) -> 
     family = importlib.import_module(f"rlframe.models.families.{whole['model_type']}").FAMILY
     known = transformers.CONFIG_MAPPING[SAME_AS.get(name, whole["model_type"])]
     for key in ("rope_parameters", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace",
-                "mlp_layer_types", "layer_types", "sliding_window"):  # fmt: skip
+                "mlp_layer_types", "layer_types", "sliding_window", "num_key_value_heads", "q_lora_rank"):  # fmt: skip
         less = {each: value for each, value in whole.items() if each != key}
         theirs = known.from_dict(copy.deepcopy(less)).to_dict() | {"model_type": whole["model_type"]}
         found = [_read(family, hf) for hf in (less, theirs)]
@@ -228,6 +231,9 @@ def test_random_norms_are_those_of_transformers_own_random_weights(name: str, tm
     found = dict(random_weights(checkpoint_tensors(tmp_path), tmp_path, seed=0, device="cpu"))
     norms = [each for each in found if each.endswith("norm.weight")]
     assert len(norms) >= 7 and all(torch.equal(found[each], theirs[each]) for each in norms)
+    head = [each for each in checkpoint_tensors(tmp_path, with_mtp=True) if each.startswith("mtp.pre_fc_norm")]
+    drawn = [random_tensor(each, (4,), zero_centered_norms=True, seed=0) for each in head]
+    assert len(head) in (0, 2) and not any(each.any() for each in drawn)
 
 
 def test_experts_of_deepseek_and_glm_are_read() -> None:
@@ -236,6 +242,7 @@ def test_experts_of_deepseek_and_glm_are_read() -> None:
     assert (a.sigmoid_router, a.router_scale, a.router_groups) == (True, 2.5, 1)
     assert a.shared_ffn_hidden_size == 12  # two shared experts of width 6
     assert a.moe_layers == (False, True, True)
+    assert GLM4_MOE.architecture(ROUTED | {"routed_scaling_factor": None}).router_scale == 1.0
 
 
 def test_gated_delta_nets_are_read() -> None:
@@ -344,6 +351,7 @@ def test_gpt_oss_is_read() -> None:
     assert a.window_layers == (True, False, True) and a.sliding_window == 8
     assert a.clamped_glu == ClampedGlu(alpha=1.702, limit=7.0)
     assert a.sinks and a.linear_bias and a.qkv_bias and a.rope_theta == 150000.0
+    assert GPT_OSS.architecture(STACKED | {"swiglu_alpha": None, "swiglu_limit": None}).clamped_glu == a.clamped_glu
 
 
 def test_an_expert_of_gpt_oss_is_its_slice_transposed() -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -9,6 +11,7 @@ from rlframe.data.config import DataConfig
 from rlframe.data.kinds.examples import ExampleSource, learnt_turns
 from rlframe.data.kinds.preferences import PreferenceSource
 from rlframe.data.prompts import PromptSource
+from rlframe.data.records import read
 from rlframe.data.text.conversations import understand
 from rlframe.data.text.tool_calls import tools_of
 from rlframe.utils.errors import DataError
@@ -97,6 +100,24 @@ def test_a_message_of_calls_keeps_what_a_template_may_ask_for() -> None:
     several = record(conversations=[{"from": "human", "value": "q"}, {"from": "function_call", "value": "[{}, {}]"}])
     with pytest.raises(DataError, match=r"s:1: expected conversations\[1\]\[0\] to be a function with a name"):
         understand(several, DataConfig())
+
+
+def test_tools_and_calls_have_no_nulls_of_the_columns_of_a_file(tmp_path: Path) -> None:
+    rows = []
+    for name in "ab":
+        function = {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}
+        call = {"type": "function", "function": {"name": name, "arguments": {name: "x"}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        rows.append({"messages": [TURNS[0], said], "tools": [{"type": "function", "function": function}]})
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    for row, found in zip(rows, read(str(file), max_bytes=1e6), strict=True):
+        understood = understand(found, DataConfig())
+        assert (list(understood.tools), understood.messages[-1]) == (row["tools"], row["messages"][-1])
+    # Those of other files are meant.
+    call = {"type": "function", "function": {"name": "a", "arguments": {"a": None}}}
+    meant = understand(record(messages=[TURNS[0], {"role": "assistant", "tool_calls": [call]}]), DataConfig())
+    assert meant.messages[-1].get("tool_calls") == [call]
 
 
 @pytest.mark.parametrize("without", ["{{ call.function.name }}", "{{ tool.function.name }}"])

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 """Errors of Hydra for files and arguments that a user can mend."""
 LIST_OVER_SECTION = re.compile(r"Error merging override \+*(?P<key>[\w.-]+)=(?P<value>\[.*)", re.DOTALL)
-"""What Hydra 1.3 says of a list that is to take the place of a section."""
+"""Message of Hydra 1.3 about a list that is to take the place of a section."""
 
 
 def configs_folder() -> Path:

@@ -1,7 +1,8 @@
 """Weight gradients of the embeddings and of the output layer, added to the gradient buffer where they arise.
 
 Autograd makes of each a matrix of the whole vocabulary for every micro-batch, in the number format of the weights, and
-adds it to the buffer afterwards. With 151,936 tokens and a hidden size of 2,048 these are passes over 5 GB.
+adds it to the buffer afterwards. With 151,936 tokens and a hidden size of 2,048 these are passes over 5 GB. The part of
+the output layer can go once Megatron's `gradient_accumulation_fusion` works without APEX (see `accumulate_in_place`).
 """
 
 from functools import partial
@@ -21,7 +22,7 @@ def add_in_place(model: GPTModel, *, overlaps: bool, in_float32: bool) -> None:
 
     Embeddings do so only where their rank has the whole vocabulary, and not in Megatron's deterministic mode, because
     the rows of one token are added up in no fixed order. Nor into a buffer of 16 bits: a GPU would round after each
-    row, and the gradient of a frequent token would stop to grow. Autograd adds them up in float32.
+    row, and the gradient of a frequent token would stop growing. Autograd adds them up in float32.
 
     Args:
         overlaps: whether the buffer is reduced during the backward pass, for which Megatron waits for a gradient of

@@ -75,7 +75,7 @@ class Repeated:
         self._manager = scheduler.kv_cache_manager
         self._block_size = self._manager.coordinator.single_type_managers[0].block_size
         self._last: Any = None
-        """Output of the last step, if it may be repeated."""
+        """Output of the last step."""
         self._running: list[Any] = []
         """Requests of that step."""
         self._times = 0

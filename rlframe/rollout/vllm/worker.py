@@ -284,9 +284,11 @@ class RankExtension:
         self.rlframe_record = install(self.model_runner, routes=self.rlframe_routes)
         if self.device.type == "cuda":
             # It needs Triton, which an engine on a CPU may lack.
+            from rlframe.rollout.vllm import steady
             from rlframe.rollout.vllm.sampling import one_pass
 
             one_pass.install(self.model_runner)
+            steady.install(self.model_runner)
         self.rlframe_checker = verify.install(self.model_runner)
         notes: LoadNotes = getattr(model, NOTES)
         self.rlframe_drafter = drafter.of_runner(self.model_runner, model)

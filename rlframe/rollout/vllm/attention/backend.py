@@ -87,6 +87,18 @@ class SharedPromptBuilder(FlashAttentionMetadataBuilder):
         return updated
 
 
+def plan_of(builder: Any, metadata: dict[str, Any] | None = None) -> Plan | None:
+    """Returns the plan of a builder. None if it has none.
+
+    Args:
+        metadata: by layer. The plan must be in that of each of the builder's layers, unless it is None.
+    """
+    plan = builder._plan if isinstance(builder, SharedPromptBuilder) else None
+    if plan is None or metadata is None:
+        return plan
+    return plan if all(getattr(metadata[name], PLAN, None) is plan for name in builder.layer_names) else None
+
+
 class SharedPromptImpl(FlashAttentionImpl):
     """Attends by the plan of a step, or as FlashAttention does if there is none."""
 

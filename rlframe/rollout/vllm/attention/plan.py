@@ -250,19 +250,21 @@ class Plan:
             logsumexps=torch.zeros(num_slots, query_heads, device=device),
         )
 
-    def fill(self, tables: Tensor, lengths: Tensor) -> None:
+    def fill(self, tables: Tensor, lengths: Tensor, *, regroup: bool = True) -> None:
         """Makes the items of a step.
 
         Args:
             tables: [B, P] int32 numbers of each sequence's pages.
             lengths: [B] int32 tokens of each sequence, its last one included; 0 of rows that are not used.
+            regroup: False if the rows are those of the step before, one token longer: they share the same pages.
         """
         max_rows = len(self.order)
         num_rows, block = min(len(lengths), len(tables), max_rows), triton.next_power_of_2(max_rows)
         sizes = (num_rows, tables.stride(0), tables.shape[1].bit_length())
         grid = (max_rows,)
-        _find_depths[grid](tables, lengths, self.depths, *sizes, PAGE=self.page, BLOCK=block)
-        _find_groups[grid](tables, lengths, self.depths, self.groups, *sizes, PAGE=self.page, BLOCK=block)
+        if regroup:
+            _find_depths[grid](tables, lengths, self.depths, *sizes, PAGE=self.page, BLOCK=block)
+            _find_groups[grid](tables, lengths, self.depths, self.groups, *sizes, PAGE=self.page, BLOCK=block)
         _make_items[grid](
             lengths,
             self.groups,

@@ -38,6 +38,8 @@ class Steady:
         """InputBatch of the step. None if the next one cannot be made from it."""
         self._shape: Any = None
         self._counts: dict[str, int] = {}
+        self._pointers: Any = None
+        """Where the tables were. vLLM makes them anew when it wakes up."""
         self._metadata: Any = None
         """Metadata of attention of the step that vLLM prepared last, if every layer has a plan in it."""
         self._repeats = self._turns_page = False
@@ -83,13 +85,14 @@ class Steady:
         batch = self._prepare_inputs(output, shape)
         decodes = batch.num_tokens == batch.num_reqs and not batch.is_prefilling_np.any()
         self._batch, self._shape, self._counts = batch if decodes else None, shape, output.num_scheduled_tokens
-        self._metadata = None
+        self._pointers, self._metadata = self._runner.block_tables.block_table_ptrs, None
         return batch
 
     def _is_next(self, output: Any, shape: Any) -> bool:
         return bool(
             self._batch is not None
             and shape == self._shape
+            and self._pointers is self._runner.block_tables.block_table_ptrs
             and not output.scheduled_new_reqs
             and not output.finished_req_ids
             and not output.preempted_req_ids

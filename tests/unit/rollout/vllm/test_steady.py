@@ -49,6 +49,7 @@ class Tables:
         self.pages = torch.zeros(SLOTS, PAGES, dtype=torch.int32)
         self.input_block_tables = [torch.zeros(SLOTS, PAGES, dtype=torch.int32)]
         self.gathered = 0
+        self.block_table_ptrs = object()
 
     def gather_block_tables(self, rows: torch.Tensor, num_reqs_padded: int) -> tuple[torch.Tensor, ...]:
         self.gathered += 1

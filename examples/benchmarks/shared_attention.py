@@ -51,6 +51,8 @@ CASES = {
     "begin": Case(groups=32, prompt=170, mean=16),
     "tail": Case(groups=8, prompt=4096, mean=300),
     "one": Case(groups=1, prompt=4096, mean=500),
+    "single": Case(groups=1, group=1, prompt=4096, mean=800),
+    "apart": Case(groups=8, group=1, prompt=4096, mean=800),
     "equal_8b": Case(groups=32, prompt=170, mean=256, heads=(32, 8)),
     "tail_8b": Case(groups=8, prompt=4096, mean=300, heads=(32, 8)),
     "tail_30b": Case(groups=8, prompt=4096, mean=300, heads=(32, 4)),
@@ -157,6 +159,7 @@ def flash(q: Tensor, caches: list[Tensor], tables: Tensor, lengths: Tensor, out:
 
 def tunings() -> Iterator[Tuning]:
     """Those that `--search` tries."""
+    yield from (Tuning(*each) for each in itertools.product((8, 16), (16, 32), (1,), (3, 4), (64, 128, 256)))
     for programs, tokens, warps, stages in itertools.product((3, 4, 6, 8), (32, 64, 128), (2, 4, 8), (1, 2, 3)):
         # Those that fit a processor's shared memory of 228 KiB, and are not too many for its registers.
         if tokens * SIZE * 4 * stages * min(programs, 4) <= 228 << 10 and programs * warps <= 32:

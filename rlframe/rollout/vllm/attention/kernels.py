@@ -12,6 +12,9 @@ from torch import Tensor
 
 from rlframe.rollout.vllm.attention.plan import Plan, Tuning, queries_of_item
 
+JOINED = 32
+"""Results of queries that a program joins at once: 4,096 numbers of heads of 128."""
+
 
 @triton.jit
 def _add_tokens(
@@ -131,26 +134,32 @@ def _join(
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Computes one row and head of keys and values: the mean of its results, weighted with their sums."""
+    """Computes one row and head of keys and values: the mean of its results, weighted with their sums. `PARTS` results
+    are read at once."""
     row, head = tl.program_id(0), tl.program_id(1)
     member = tl.arange(0, HEADS)
     q_of, col = head * GROUP + member, tl.arange(0, SIZE)
     used = member < GROUP
     shared, step, num_shared = tl.load(parts + row * 5), tl.load(parts + row * 5 + 1), tl.load(parts + row * 5 + 2)
-    own, num_own = tl.load(parts + row * 5 + 3), tl.load(parts + row * 5 + 4)
+    own, number = tl.load(parts + row * 5 + 3), num_shared + tl.load(parts + row * 5 + 4)
     top = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     result = tl.zeros((HEADS, SIZE), tl.float32)
-    for index in range(0, num_shared + num_own):
+    for first in range(0, number, PARTS):
+        index = first + tl.arange(0, PARTS)
         slot = tl.where(index < num_shared, shared + index * step, own + index - num_shared)
-        at = slot.to(tl.int64) * heads * GROUP + q_of
-        logsumexp = tl.load(logsumexps + at, mask=used, other=0.0)
-        piece = tl.load(partial + at[:, None] * SIZE + col[None, :], mask=used[:, None], other=0.0)
-        new_top = tl.maximum(top, logsumexp)
-        weight, shrink = tl.exp2(logsumexp - new_top), tl.exp2(top - new_top)
-        result = result * shrink[:, None] + piece * weight[:, None]
-        total = total * shrink + weight
+        at = slot.to(tl.int64)[:, None] * heads * GROUP + q_of[None, :]
+        found = (index < number)[:, None] & used[None, :]
+        logsumexp = tl.load(logsumexps + at, mask=found, other=float("-inf"))
+        piece = tl.load(partial + at[:, :, None] * SIZE + col[None, None, :], mask=found[:, :, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(logsumexp, 0))
+        # Heads that are not used have no results at all.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight, shrink = tl.exp2(logsumexp - base[None, :]), tl.exp2(top - base)
+        result = result * shrink[:, None] + tl.sum(piece * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
         top = new_top
     result = tl.where(total[:, None] > 0, result / total[:, None], 0.0)
     at = row.to(tl.int64) * out_row + q_of * out_head
@@ -215,7 +224,8 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         out.stride(1),
         plan.heads,
         GROUP=group,
-        HEADS=triton.next_power_of_2(group),
+        HEADS=(heads := triton.next_power_of_2(group)),
         SIZE=size,
-        num_warps=1 if group * size <= 512 else 4,
+        PARTS=max(JOINED // heads, 1),
+        num_warps=4,
     )

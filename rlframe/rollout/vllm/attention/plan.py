@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LEAST_CHUNK, CHUNK_STEP = 256, 64
-"""Fewest tokens of an item whose range is divided, and what the number is a multiple of."""
+CHUNK_STEP = 64
+"""What the tokens of an item whose range is divided are a multiple of."""
 ITEMS_PER_PROGRAM = 4
 """Number of items for each program of the attention below which ranges are divided, so that no program is idle."""
-SLOTS_PER_ROW = 4
-"""Partial results that each sequence may have on average."""
+SLOTS_PER_ROW, LEAST_SLOTS = 4, 2048
+"""Partial results of shared tokens that each sequence may have on average, and that all may have in any case: few
+sequences of long prompts need many, so that no program is idle."""
 ITEM, PARTS = 5, 5
 """Numbers of an item (place, sequences, begin, end, slot), and of the places of a sequence's results (the first slot of
 shared tokens, the distance to the next, their number; the first slot of its own tokens, and their number)."""
@@ -168,6 +169,8 @@ class Tuning:
     warps: int
     stages: int
     """Loads that are under way at the same time."""
+    chunk: int = 256
+    """Fewest tokens of an item whose range is divided."""
 
 
 NARROW, WIDE = Tuning(16, 16, 1, 3), Tuning(3, 64, 4, 3)
@@ -229,7 +232,7 @@ class Plan:
         tuning = tuning or (NARROW if queries_of_item(query_heads // heads) <= 16 else WIDE)
         programs = tuning.programs * processors
         # Each sequence has at most one range that is not full, of shared tokens and of its own.
-        num_slots = (2 + SLOTS_PER_ROW) * max_rows + ITEMS_PER_PROGRAM * programs
+        num_slots = 2 * max_rows + most_shared(max_rows) + ITEMS_PER_PROGRAM * programs
 
         def whole(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -275,14 +278,19 @@ class Plan:
             num_rows,
             self.heads,
             self.programs,
-            SLOTS_PER_ROW * max_rows,
+            most_shared(max_rows),
             ROWS=self.rows,
             PAGE=self.page,
-            LEAST=LEAST_CHUNK,
+            LEAST=self.tuning.chunk,
             STEP=CHUNK_STEP,
             PER_PROGRAM=ITEMS_PER_PROGRAM,
             BLOCK=block,
         )
+
+
+def most_shared(max_rows: int) -> int:
+    """Returns the most partial results of shared tokens, but for one of each sequence."""
+    return max(SLOTS_PER_ROW * max_rows, LEAST_SLOTS)
 
 
 def rows_of_item(group: int) -> int:

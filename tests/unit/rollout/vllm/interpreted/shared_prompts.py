@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlframe.rollout.vllm.attention import kernels
 from rlframe.rollout.vllm.attention import plan as plans
 from rlframe.rollout.vllm.attention.kernels import attend
 from rlframe.rollout.vllm.attention.plan import Plan, Tuning, rows_of_item
@@ -20,9 +21,11 @@ def tables_of(pages: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in pages], dtype=torch.int32)
 
 
-def plan_of(max_rows: int, *, query_heads: int = HEADS, programs: int = 1, tokens: int = 16) -> Plan:
+def plan_of(
+    max_rows: int, *, query_heads: int = HEADS, programs: int = 1, tokens: int = 16, chunk: int = 256
+) -> Plan:
     return Plan.of(
-        tuning=Tuning(8, tokens, 1, 1),
+        tuning=Tuning(8, tokens, 1, 1, chunk),
         max_rows=max_rows,
         page=PAGE,
         heads=HEADS,
@@ -74,8 +77,9 @@ SHARED = (
 def test_every_row_attends_to_its_tokens(
     monkeypatch: pytest.MonkeyPatch, case: int, query_heads: int, least: int, tokens: int
 ) -> None:
-    monkeypatch.setattr(plans, "LEAST_CHUNK", least)
     monkeypatch.setattr(plans, "CHUNK_STEP", 4)
+    # A block of two results for one head of queries, of one for more: rows have up to five.
+    monkeypatch.setattr(kernels, "JOINED", 2)
     pages, counts = SHARED[case]
     tables, lengths = tables_of(pages), torch.tensor(counts, dtype=torch.int32)
     generator = torch.Generator().manual_seed(case)
@@ -85,7 +89,7 @@ def test_every_row_attends_to_its_tokens(
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
     k, v = cache.transpose(1, 2).split(SIZE, dim=-1)
     q = torch.randn(len(pages), query_heads, SIZE, generator=generator)
-    plan, out = plan_of(10, query_heads=query_heads, tokens=tokens), torch.full_like(q, 7.0)
+    plan, out = plan_of(10, query_heads=query_heads, tokens=tokens, chunk=least), torch.full_like(q, 7.0)
     plan.fill(tables, lengths)
     attend(plan, q, k, v, tables, scale=SIZE**-0.5, out=out)
     torch.testing.assert_close(out, expected(q, k, v, tables, lengths, SIZE**-0.5), atol=1e-5, rtol=1e-5)
@@ -111,12 +115,11 @@ def test_shared_tokens_are_read_once() -> None:
 
 
 def test_ranges_are_divided_into_like_parts_of_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "LEAST_CHUNK", 16)
     monkeypatch.setattr(plans, "CHUNK_STEP", 4)
     lengths = [17, 16, 50, 3, 0]
     tables = tables_of([[1 + 20 * row + page for page in range(13)] for row in range(len(lengths))])
     # More programs than there is work for, so that ranges are of the least length.
-    plan = plan_of(len(lengths), programs=8)
+    plan = plan_of(len(lengths), programs=8, chunk=16)
     plan.fill(tables, torch.tensor(lengths, dtype=torch.int32))
     # By hand: 17 tokens are two parts of 9, which is 12 in whole pages; 50 are four of 13, which is 16.
     assert plan.items[: int(plan.count), 2:4].tolist() == [
@@ -128,12 +131,11 @@ def test_ranges_are_divided_into_like_parts_of_whole_pages(monkeypatch: pytest.M
 
 
 def test_a_group_is_divided_where_it_has_more_rows_than_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "LEAST_CHUNK", 4)
     monkeypatch.setattr(plans, "CHUNK_STEP", 4)
     count = 2 * rows_of_item(8) + 3
     tables = tables_of([[1, 2, 3 + row] for row in range(count)])
     lengths = torch.full((count,), 9, dtype=torch.int32)
-    plan = plan_of(count, query_heads=8 * HEADS)
+    plan = plan_of(count, query_heads=8 * HEADS, chunk=4)
     plan.fill(tables, lengths)
     items = plan.items[: int(plan.count)]
     rows = [int(item[1]) for item in items if item[3] <= 8]

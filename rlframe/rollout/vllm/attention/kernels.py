@@ -12,8 +12,20 @@ from torch import Tensor
 
 from rlframe.rollout.vllm.attention.plan import Plan, Tuning, queries_of_item
 
-JOINED = 32
-"""Results of queries that a program joins at once: 4,096 numbers of heads of 128."""
+JOINED, ALONE = 32, 512
+"""Results of queries that a program joins at once, and programs from which on it joins them one by one: a batch of many
+sequences has few results of each."""
+
+
+@triton.jit
+def _pages_of(table, first, end, PAGE: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns the pages of `TOKENS` tokens from `first` on: a number if they have one page, of each token otherwise.
+    Those from `end` on count as the last one before it."""
+    if TOKENS <= PAGE:
+        pages = tl.load(table + tl.minimum(first, end - 1) // PAGE)
+    else:
+        pages = tl.load(table + tl.minimum(first + tl.arange(0, TOKENS), end - 1) // PAGE)
+    return pages
 
 
 @triton.jit
@@ -21,7 +33,7 @@ def _add_tokens(
     queries,
     k,
     v,
-    table,
+    pages,
     first,
     end,
     top,
@@ -39,6 +51,7 @@ def _add_tokens(
     """Returns greatest scores, sums and weighted values of the queries with `TOKENS` more tokens, from `first` on.
 
     Args:
+        pages: of `_pages_of`.
         WHOLE: whether all of them are before `end`, so that nothing is masked. With masks everywhere, and twice the
             tokens, an H200 took 112 microseconds in place of 89 (`shared_attention.py equal`).
     """
@@ -46,17 +59,18 @@ def _add_tokens(
     col = tl.arange(0, SIZE)
     inside = first + place < end
     if TOKENS <= PAGE:
-        at = tl.load(table + first // PAGE).to(tl.int64) * kv_page + (first % PAGE + place) * kv_token + kv_head
+        begin = pages.to(tl.int64) * kv_page + (first % PAGE) * kv_token
+        at = place * kv_token + kv_head
+        k, v = k + begin, v + begin
     else:
-        token = first + place if WHOLE else tl.minimum(first + place, end - 1)
-        at = tl.load(table + token // PAGE).to(tl.int64) * kv_page + (token % PAGE) * kv_token + kv_head
+        at = pages.to(tl.int64) * kv_page + (first + place) % PAGE * kv_token + kv_head
     if WHOLE:
-        keys = tl.load(k + at[None, :] + col[:, None])
-        values = tl.load(v + at[:, None] + col[None, :])
+        keys = tl.load(k + (at[None, :] + col[:, None]))
+        values = tl.load(v + (at[:, None] + col[None, :]))
         scores = tl.dot(queries, keys) * scale
     else:
-        keys = tl.load(k + at[None, :] + col[:, None], mask=inside[None, :], other=0.0)
-        values = tl.load(v + at[:, None] + col[None, :], mask=inside[:, None], other=0.0)
+        keys = tl.load(k + (at[None, :] + col[:, None]), mask=inside[None, :], other=0.0)
+        values = tl.load(v + (at[:, None] + col[None, :]), mask=inside[:, None], other=0.0)
         scores = tl.where(inside[None, :], tl.dot(queries, keys) * scale, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     shares, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
@@ -94,27 +108,32 @@ def _attend(
     query = tl.arange(0, QUERIES)
     col = tl.arange(0, SIZE)
     for work in range(tl.program_id(0), tl.load(count) * heads, programs):
-        item, head = items + (work // heads) * 5, work % heads
+        item, head = items + (work // heads) * 6, work % heads
         place, rows = tl.load(item), tl.load(item + 1)
         begin, end, slot = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
         row, q_of = query // GROUP, head * GROUP + query % GROUP
         used = row < rows
         request = tl.load(order + place + row, mask=used, other=0).to(tl.int64)
         queries = tl.load(q + (request * q_row + q_of * q_head)[:, None] + col[None, :], mask=used[:, None], other=0.0)
-        table = tables + tl.load(order + place).to(tl.int64) * width
+        table = tables + tl.load(item + 5).to(tl.int64) * width
         top = tl.full((QUERIES,), float("-inf"), tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
         result = tl.zeros((QUERIES, SIZE), tl.float32)
         # Items begin with a page. All tokens but the last few are added without masks.
         whole = begin + (end - begin) // TOKENS * TOKENS
+        pages = _pages_of(table, begin, end, PAGE, TOKENS)
         for first in range(begin, whole, TOKENS):
+            # Found a turn earlier than they are needed: Triton would otherwise wait for them before each load of keys
+            # and values, and have none of these under way.
+            next_pages = _pages_of(table, first + TOKENS, end, PAGE, TOKENS)
             top, total, result = _add_tokens(
-                queries, k, v, table, first, end, top, total, result, scale, kv_page, kv_token, head * kv_head,
+                queries, k, v, pages, first, end, top, total, result, scale, kv_page, kv_token, head * kv_head,
                 PAGE, SIZE, TOKENS, WHOLE=True,
             )  # fmt: skip
+            pages = next_pages
         if whole < end:
             top, total, result = _add_tokens(
-                queries, k, v, table, whole, end, top, total, result, scale, kv_page, kv_token, head * kv_head,
+                queries, k, v, pages, whole, end, top, total, result, scale, kv_page, kv_token, head * kv_head,
                 PAGE, SIZE, TOKENS, WHOLE=False,
             )  # fmt: skip
         at = (slot + row).to(tl.int64) * heads * GROUP + q_of
@@ -174,6 +193,13 @@ def tokens_and_warps(tuning: Tuning, size: int) -> tuple[int, int]:
     return max(tuning.tokens // 2, 16), max(tuning.warps, 4)
 
 
+def parts_and_warps(rows: int, heads: int, group: int, size: int) -> tuple[int, int]:
+    """Returns the results of a row that a program joins at once, and its warps."""
+    if rows * heads > ALONE:
+        return 1, 1 if group * size <= 512 else 4
+    return max(JOINED // triton.next_power_of_2(group), 1), 4
+
+
 def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale: float, out: Tensor) -> None:
     """Computes the attention of one query of each sequence to all its tokens.
 
@@ -187,6 +213,7 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
     num_rows, query_heads, size = q.shape
     group, tuning = query_heads // plan.heads, plan.tuning
     tokens, warps = tokens_and_warps(tuning, size)
+    parts, join_warps = parts_and_warps(num_rows, plan.heads, group, size)
     assert k.stride() == v.stride() and k.stride(-1) == q.stride(-1) == out.stride(-1) == 1, "keys beside values"
     _attend[(plan.programs,)](
         q,
@@ -224,8 +251,8 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         out.stride(1),
         plan.heads,
         GROUP=group,
-        HEADS=(heads := triton.next_power_of_2(group)),
+        HEADS=triton.next_power_of_2(group),
         SIZE=size,
-        PARTS=max(JOINED // heads, 1),
-        num_warps=4,
+        PARTS=parts,
+        num_warps=join_warps,
     )

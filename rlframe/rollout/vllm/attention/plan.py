@@ -24,9 +24,10 @@ ITEMS_PER_PROGRAM = 4
 SLOTS_PER_ROW, LEAST_SLOTS = 4, 2048
 """Partial results of shared tokens that each sequence may have on average, and that all may have in any case: few
 sequences of long prompts need many, so that no program is idle."""
-ITEM, PARTS = 5, 5
-"""Numbers of an item (place, sequences, begin, end, slot), and of the places of a sequence's results (the first slot of
-shared tokens, the distance to the next, their number; the first slot of its own tokens, and their number)."""
+ITEM, PARTS = 6, 5
+"""Numbers of an item (place, sequences, begin, end, slot, the row whose pages it has), and of the places of a
+sequence's results (the first slot of shared tokens, the distance to the next, their number; the first slot of its own
+tokens, and their number)."""
 
 VARYING = ["num_rows"]
 """Numbers that change while an engine samples. Triton would compile kernels anew for 1, and for multiples of 16."""
@@ -84,15 +85,16 @@ def _parts_of(tokens, chunk, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _divide(items, first, number, place, rows, begin, end, chunk, slot):
-    """Stores `number` items of `chunk` tokens each, the last of which may have fewer."""
+def _divide(items, first, number, place, rows, begin, end, chunk, slot, me):
+    """Stores `number` items of `chunk` tokens of row `me` each, the last of which may have fewer."""
     for index in range(0, number):
-        item = items + (first + index) * 5
+        item = items + (first + index) * 6
         tl.store(item, place)
         tl.store(item + 1, rows)
         tl.store(item + 2, begin + index * chunk)
         tl.store(item + 3, tl.minimum(begin + (index + 1) * chunk, end))
         tl.store(item + 4, slot + index * rows)
+        tl.store(item + 5, me)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -142,11 +144,11 @@ def _make_items(
     # The tokens that its group shares, if it is the first of up to ROWS of it, and its own tokens.
     first, slot = tl.sum(tl.where(before, num_shared, 0)), tl.sum(tl.where(before, num_shared * rows, 0))
     number, my_chunk = tl.sum(tl.where(mine, num_shared, 0)), tl.sum(tl.where(mine, shared_chunk, 0))
-    _divide(items, first, number, place, my_rows, 0, my_shared, my_chunk, slot)
+    _divide(items, first, number, place, my_rows, 0, my_shared, my_chunk, slot, me)
     first = all_shared + tl.sum(tl.where(before, num_own, 0))
     slot = all_slots + tl.sum(tl.where(before, num_own, 0))
     my_own, my_chunk = tl.sum(tl.where(mine, num_own, 0)), tl.sum(tl.where(mine, own_chunk, 0))
-    _divide(items, first, my_own, place, 1, my_shared, my_length, my_chunk, slot)
+    _divide(items, first, my_own, place, 1, my_shared, my_length, my_chunk, slot, me)
     # Where its results are.
     head = used & (leader == my_leader) & (rank == my_rank - my_rank % ROWS)
     head_row = tl.sum(tl.where(head, each, 0))

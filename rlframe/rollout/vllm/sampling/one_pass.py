@@ -28,6 +28,8 @@ LANES = 512
 """Tokens of a quarter of a block: each Philox call gives four numbers."""
 BLOCKS = 4
 """Blocks of a program, one after the other: 8,192 tokens."""
+FEW = 512
+"""Programs below which each has one block: otherwise most of a GPU's processors would have none, or one."""
 WARPS = 4
 
 
@@ -194,7 +196,8 @@ def draw(
         divides: False if the logits are divided by the temperatures already, or these are 0 and 1.
     """
     count, vocabulary = logits.shape
-    parts = triton.cdiv(vocabulary, 4 * LANES * BLOCKS)
+    blocks = BLOCKS if count * triton.cdiv(vocabulary, 4 * LANES * BLOCKS) >= FEW else 1
+    parts = triton.cdiv(vocabulary, 4 * LANES * blocks)
     sums = torch.empty(3, count, parts, dtype=torch.float32, device=logits.device)
     best = torch.empty(count, parts, dtype=torch.int64, device=logits.device)
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
@@ -203,11 +206,9 @@ def draw(
     rows = (logits, logits.stride(0), slots, temperatures)
     results, shape = (sums, best), (count, parts, vocabulary)
     forbids = (least, counts, forbidden, forbidden.stride(0))
-    sizes = {"LANES": LANES, "BLOCKS": BLOCKS, "num_warps": WARPS}
-    _read[(count, parts)](
-        *rows, lengths, seeds, *forbids, *results, *shape, FORBIDS=stops is not None, DIVIDES=divides, **sizes
-    )
-    width = triton.next_power_of_2(parts)
+    read = {"FORBIDS": stops is not None, "DIVIDES": divides, "LANES": LANES, "num_warps": WARPS}
+    _read[(count, parts)](*rows, lengths, seeds, *forbids, *results, *shape, blocks, **read)
+    width = triton.next_power_of_2(triton.cdiv(vocabulary, 4 * LANES))
     _choose[(count,)](*rows, *results, tokens, logprobs, *shape, DIVIDES=divides, PARTS=width, num_warps=1)
     return tokens, logprobs
 
@@ -239,7 +240,7 @@ def _compared(logits, bits, token, is_greedy, stops, num_stops, greatest, found)
     return tl.where(better, noisy, greatest), tl.where(better, token, found)
 
 
-@triton.jit(do_not_specialize=["count", "parts"])
+@triton.jit(do_not_specialize=["count", "parts", "blocks"])
 def _read(
     logits,
     stride,
@@ -256,12 +257,12 @@ def _read(
     count,
     parts,
     vocabulary,
+    blocks,
     FORBIDS: tl.constexpr,
     DIVIDES: tl.constexpr,
     LANES: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    """Reads a part of a row: its greatest logit, the sum of exponentials relative to it, the greatest sum of logit and
+    """Reads `blocks` blocks of a row: their greatest logit, the sum of exponentials relative to it, the greatest sum of logit and
     noise, and the token of that."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, length = tl.load(slots + row).to(tl.int64), tl.load(lengths + row)
@@ -277,8 +278,8 @@ def _read(
     total = tl.zeros((LANES,), tl.float32)
     greatest = tl.full((LANES,), float("-inf"), tl.float32)
     found = lanes * 0
-    begin = part * BLOCKS
-    for block in range(begin, tl.minimum(begin + BLOCKS, tl.cdiv(vocabulary, 4 * LANES))):
+    begin = part * blocks
+    for block in range(begin, tl.minimum(begin + blocks, tl.cdiv(vocabulary, 4 * LANES))):
         counter = (block * LANES + lanes).to(tl.uint32)
         first, second, third, fourth = tl.philox(seed, counter, none + length.to(tl.uint32), none, none)
         token = block * 4 * LANES + lanes

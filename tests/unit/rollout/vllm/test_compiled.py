@@ -13,6 +13,7 @@ pytestmark = [
 ROWS = {"slots": "*i32", "temperatures": "*fp32", "lengths": "*i32", "seeds": "*i64", "least": "*i32", "counts": "*i32"}
 RESULTS = {"forbidden": "*i32", "sums": "*fp32", "best": "*i64", "tokens": "*i64", "logprobs": "*fp32"}
 PLAN = {"tables": "*i32", "order": "*i32", "items": "*i32", "count": "*i32", "partial": "*fp32", "logsumexps": "*fp32"}
+JOINED = {"partial": "*fp32", "logsumexps": "*fp32", "parts": "*i32", "out": "*bf16"}
 HALVES = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "scale": "fp32"}
 
 
@@ -32,16 +33,16 @@ def compiled(module: str, kernel: str, types: dict[str, str], constants: dict[st
 @pytest.mark.parametrize(("logits", "forbids", "divides"), [("*bf16", True, False), ("*fp32", False, True)])
 def test_one_pass(logits: str, forbids: bool, divides: bool) -> None:
     types = ROWS | RESULTS | {"logits": logits}
-    sizes = {"LANES": 512, "BLOCKS": 4}
-    read = compiled("sampling.one_pass", "_read", types, sizes | {"FORBIDS": forbids, "DIVIDES": divides}, num_warps=4)
+    constants = {"LANES": 512, "FORBIDS": forbids, "DIVIDES": divides}
+    read = compiled("sampling.one_pass", "_read", types, constants, num_warps=4)
     assert read.asm["cubin"]
-    chosen = compiled("sampling.one_pass", "_choose", types, {"DIVIDES": divides, "PARTS": 32}, num_warps=1)
+    chosen = compiled("sampling.one_pass", "_choose", types, {"DIVIDES": divides, "PARTS": 128}, num_warps=1)
     assert chosen.asm["cubin"]
 
 
 @pytest.mark.parametrize(("size", "group", "queries"), [(128, 2, 16), (256, 2, 16), (128, 8, 64)])
 def test_shared_attention(size: int, group: int, queries: int) -> None:
-    from rlframe.rollout.vllm.attention.kernels import tokens_and_warps
+    from rlframe.rollout.vllm.attention.kernels import parts_and_warps, tokens_and_warps
     from rlframe.rollout.vllm.attention.plan import NARROW, WIDE
 
     tuning = NARROW if queries == 16 else WIDE
@@ -52,3 +53,8 @@ def test_shared_attention(size: int, group: int, queries: int) -> None:
     )
     # A processor of an H200 has 227 KiB of shared memory for a program.
     assert found.asm["cubin"] and found.metadata.shared <= 227 << 10
+    for rows in (1, 256):
+        parts, warps = parts_and_warps(rows, 8, group, size)
+        constants = {"GROUP": group, "HEADS": group, "SIZE": size, "PARTS": parts}
+        joined = compiled("attention.kernels", "_join", JOINED, constants, num_warps=warps)
+        assert joined.asm["cubin"]

@@ -31,6 +31,8 @@ TEMPERATURES = torch.tensor([1.0, 0.0, 0.7, 1.0])
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_pass, "LANES", LANES)
     monkeypatch.setattr(one_pass, "BLOCKS", BLOCKS)
+    # A row alone is read block by block.
+    monkeypatch.setattr(one_pass, "FEW", 3)
 
 
 @pytest.fixture

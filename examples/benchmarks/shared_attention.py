@@ -26,7 +26,7 @@ from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 from weight_sync import machine
 
 from rlframe.rollout.vllm.attention.kernels import attend
-from rlframe.rollout.vllm.attention.plan import Plan, Tuning
+from rlframe.rollout.vllm.attention.plan import Plan, Tuning, tuning_for
 
 SIZE, PAGE, LAYERS, SPLITS = 128, 16, 8, 32
 """Dimension of a head, tokens of a page, layers, and vLLM's greatest number of divisions of a sequence in a graph."""
@@ -159,11 +159,12 @@ def flash(q: Tensor, caches: list[Tensor], tables: Tensor, lengths: Tensor, out:
 
 def tunings() -> Iterator[Tuning]:
     """Those that `--search` tries."""
-    yield from (Tuning(*each) for each in itertools.product((8, 16), (16, 32), (1,), (3, 4), (64, 128, 256)))
-    for programs, tokens, warps, stages in itertools.product((3, 4, 6, 8), (32, 64, 128), (2, 4, 8), (1, 2, 3)):
+    for queries in (16, 32, 64):
+        yield tuning_for(queries)
+    for programs, tokens, warps, stages in itertools.product((2, 4, 6, 8, 11), (16, 32, 64), (1, 2, 4), (2, 3, 4)):
         # Those that fit a processor's shared memory of 228 KiB, and are not too many for its registers.
         if tokens * SIZE * 4 * stages * min(programs, 4) <= 228 << 10 and programs * warps <= 32:
-            yield Tuning(programs, tokens, warps, stages)
+            yield from (Tuning(programs, tokens, warps, stages, chunk) for chunk in (128, 256))
 
 
 def ours_of(

@@ -8,6 +8,7 @@ ends with a stop token has one token more that is sampled and dropped. This file
 """
 
 from collections.abc import Callable
+from typing import Any
 
 STEPS = 3
 """Steps under way at the same time. vLLM's buffers of a step exist as often (`set_default_max_concurrency`)."""
@@ -27,10 +28,15 @@ def look_ahead() -> None:
 
     def max_concurrent_batches(self: VllmConfig) -> int:
         """See VllmConfig."""
-        count, entries = own(self), self.additional_config
-        asked = entries.get(KEY, 0) if isinstance(entries, dict) else 0
+        count = own(self)
         # Two are vLLM's number where it schedules ahead. With drafts the number of a step's tokens is not known.
         ahead = count == 2 and self.use_v2_model_runner and self.speculative_config is None
-        return max(count, asked) if ahead else count
+        return max(count, asked(self)) if ahead else count
 
     VllmConfig.max_concurrent_batches = property(max_concurrent_batches)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def asked(config: Any) -> int:
+    """Returns the number of steps that a VllmConfig asks for, 0 if it leaves them to vLLM."""
+    entries = config.additional_config
+    return entries.get(KEY, 0) if isinstance(entries, dict) else 0

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlframe.rollout.vllm.ahead import asked
+
 RELEASE = "0.26."
 """Releases of vLLM whose runner has these parts. Others were not read."""
 
@@ -47,11 +49,13 @@ class Steady:
 
     @staticmethod
     def knows(runner: Any) -> bool:
-        """Returns whether a step of the runner decodes one token of each request, on a GPU that has all of them."""
+        """Returns whether a step of the runner decodes one token of each request, on a GPU that has all of them, and
+        the configuration does not leave steps to vLLM."""
         import vllm
 
         return (
             vllm.__version__.startswith(RELEASE)
+            and asked(runner.vllm_config) > 0
             and hasattr(runner, "req_states")
             and runner.num_speculative_steps == 0
             and not (runner.use_dcp or runner.use_pp or runner.pcp_manager)

@@ -21,7 +21,7 @@ CHUNK_STEP = 64
 """What the tokens of an item whose range is divided are a multiple of."""
 ITEMS_PER_PROGRAM = 4
 """Number of items for each program of the attention below which ranges are divided, so that no program is idle."""
-SLOTS_PER_ROW, LEAST_SLOTS = 4, 2048
+SLOTS_PER_ROW, LEAST_SLOTS = 4, 1024
 """Partial results of shared tokens that each sequence may have on average, and that all may have in any case: few
 sequences of long prompts need many, so that no program is idle."""
 ITEM, PARTS = 6, 5
@@ -175,9 +175,9 @@ class Tuning:
     """Fewest tokens of an item whose range is divided."""
 
 
-NARROW, WIDE = Tuning(16, 16, 1, 3), Tuning(3, 64, 4, 3)
-"""For items of up to 16 queries, and of more. The first is the fastest of fourteen that were tried on an H200 for 256
-sequences, and a tenth behind the fastest for 64; the second the fastest of ten on an H100 (2026-11-28, by hand)."""
+NARROW, MIDDLE, WIDE = Tuning(8, 16, 1, 3, 128), Tuning(4, 16, 2, 3), Tuning(6, 16, 4, 3)
+"""For items of up to 16 queries, up to 32, and more. The first is the best of 27 in six batches on an H200, the others
+are the best of twelve in one or two batches, while an engine started on the same GPU (2026-11-29, by hand)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +231,7 @@ class Plan:
             processors: number of the device's multiprocessors.
             tuning: what the number of queries asks for when None.
         """
-        tuning = tuning or (NARROW if queries_of_item(query_heads // heads) <= 16 else WIDE)
+        tuning = tuning or tuning_for(queries_of_item(query_heads // heads))
         programs = tuning.programs * processors
         # Each sequence has at most one range that is not full, of shared tokens and of its own.
         num_slots = 2 * max_rows + most_shared(max_rows) + ITEMS_PER_PROGRAM * programs
@@ -304,3 +304,10 @@ def rows_of_item(group: int) -> int:
 def queries_of_item(group: int) -> int:
     """Returns the queries of a block, some of which may be unused."""
     return max(16, triton.next_power_of_2(rows_of_item(group) * group))
+
+
+def tuning_for(queries: int) -> Tuning:
+    """Returns the tuning for items of as many queries."""
+    if queries <= 16:
+        return NARROW
+    return MIDDLE if queries <= 32 else WIDE

@@ -262,8 +262,8 @@ def _read(
     DIVIDES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Reads `blocks` blocks of a row: their greatest logit, the sum of exponentials relative to it, the greatest sum of logit and
-    noise, and the token of that."""
+    """Reads `blocks` blocks of a row: their greatest logit, the sum of exponentials relative to it, the greatest sum of
+    logit and noise, and the token of that."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, length = tl.load(slots + row).to(tl.int64), tl.load(lengths + row)
     seed, temperature = tl.load(seeds + slot), tl.load(temperatures + slot)

@@ -40,12 +40,12 @@ def test_one_pass(logits: str, forbids: bool, divides: bool) -> None:
     assert chosen.asm["cubin"]
 
 
-@pytest.mark.parametrize(("size", "group", "queries"), [(128, 2, 16), (256, 2, 16), (128, 8, 64)])
+@pytest.mark.parametrize(("size", "group", "queries"), [(128, 2, 16), (256, 2, 16), (128, 4, 32), (128, 8, 64)])
 def test_shared_attention(size: int, group: int, queries: int) -> None:
     from rlframe.rollout.vllm.attention.kernels import parts_and_warps, tokens_and_warps
-    from rlframe.rollout.vllm.attention.plan import NARROW, WIDE
+    from rlframe.rollout.vllm.attention.plan import tuning_for
 
-    tuning = NARROW if queries == 16 else WIDE
+    tuning = tuning_for(queries)
     tokens, warps = tokens_and_warps(tuning, size)
     constants = {"GROUP": group, "PAGE": 16, "QUERIES": queries, "SIZE": size, "TOKENS": tokens}
     found = compiled(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlframe.rollout.vllm.ahead import KEY, STEPS
 from rlframe.rollout.vllm.steady import Steady
 
 pytestmark = [
@@ -243,3 +244,25 @@ def test_steps_read_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     own, steady = runners["own"], runners["steady"]
     assert sum(not each[2] for each in filled["steady"]) == own.metadata - steady.metadata > own.metadata // 2
     assert steady.prepared < own.prepared // 2 and steady.block_tables.gathered < own.block_tables.gathered
+
+
+@pytest.mark.parametrize(
+    ("release", "entries", "own", "known"),
+    [
+        ("0.26.0", {KEY: STEPS}, {}, True),
+        ("0.26.0", {}, {}, False),
+        ("0.27.0", {KEY: STEPS}, {}, False),
+        ("0.26.0", {KEY: STEPS}, {"num_speculative_steps": 2}, False),
+        ("0.26.0", {KEY: STEPS}, {"use_pp": True}, False),
+    ],
+)
+def test_runners_whose_steps_are_prepared(
+    monkeypatch: pytest.MonkeyPatch, release: str, entries: dict[str, int], own: dict[str, Any], known: bool
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", release)
+    runner: Any = Runner()
+    runner.vllm_config = SimpleNamespace(additional_config=entries)
+    vars(runner).update(own)
+    assert Steady.knows(runner) is known

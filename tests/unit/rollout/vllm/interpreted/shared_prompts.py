@@ -77,8 +77,8 @@ def test_every_row_attends_to_its_tokens(
 ) -> None:
     monkeypatch.setattr(plans, "CHUNK_STEP", 4)
     # Two results at once of one head of queries, one of more: rows have up to five. Or one by one.
-    monkeypatch.setattr(kernels, "JOINED", 2)
-    monkeypatch.setattr(kernels, "ALONE", 0 if least > 4 else 512)
+    monkeypatch.setattr(kernels, "JOINED", 2 * query_heads // HEADS)
+    monkeypatch.setattr(kernels, "FEW_QUERIES", 0 if least > 4 else 8)
     pages, counts = SHARED[case]
     tables, lengths = tables_of(pages), torch.tensor(counts, dtype=torch.int32)
     generator = torch.Generator().manual_seed(case)

@@ -41,7 +41,7 @@ class Steady:
         self._shape: Any = None
         self._counts: dict[str, int] = {}
         self._pointers: Any = None
-        """Where the tables were. vLLM makes them anew when it wakes up."""
+        """Addresses of the page tables. vLLM makes them anew when it wakes up."""
         self._metadata: Any = None
         """Metadata of attention of the step that vLLM prepared last, if every layer has a plan in it."""
         self._repeats = self._turns_page = False

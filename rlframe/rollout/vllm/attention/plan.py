@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK_STEP = 64
-"""What the tokens of an item whose range is divided are a multiple of."""
+"""Tokens of an item whose range is divided are a multiple of it."""
 ITEMS_PER_PROGRAM = 4
 """Number of items for each program of the attention below which ranges are divided, so that no program is idle."""
 SLOTS_PER_ROW, LEAST_SLOTS = 4, 1024

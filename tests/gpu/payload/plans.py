@@ -106,6 +106,17 @@ PLANS: dict[str, list[Phase]] = {
             "3": [side("trl_tail", "trl", 420, TAIL, warm_up=1)],
         }
     ],
+    # 1,300 seconds: the second workload on all sides, one after the other.
+    "one_h200": [
+        {
+            "0": [
+                side("rlframe_tail", "rlframe", 300, f"{TAIL} {WIDE['rlframe']}"),
+                side("verl_tail", "verl", 520, TAIL, warm_up=1),
+                side("trl_tail", "trl", 420, TAIL, warm_up=1),
+                benchmark("attention", "shared_attention.py", 70),
+            ]
+        }
+    ],
     # 1,000 seconds: both workloads on all sides, and tests.
     "two_h200": [
         {

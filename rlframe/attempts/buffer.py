@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlframe.attempts.leases import Lease
-from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.account.leases import Lease
+from rlframe.attempts.account.ledger import DropReason
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.types.rollout import Group, Rollout
 

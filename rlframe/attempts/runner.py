@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from rlframe.attempts.account.ledger import DropReason
 from rlframe.attempts.admission import Admission
 from rlframe.attempts.busy import Busy
 from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue, ignore, size
-from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.turns import DONE, Progress, Sides, Task, Turns, WaitsFor
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.rollout.fleet.loads import Loads

@@ -7,9 +7,9 @@ from enum import StrEnum
 
 import numpy as np
 
+from rlframe.attempts.account.ledger import DropReason
 from rlframe.attempts.dialogue import Dialogue, Open, record_turn
 from rlframe.attempts.engines import names
-from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.attempts.waits import Waits
 from rlframe.environments.config import EnvironmentConfig, Verdict

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.attempts.account.leases import Leases
 from rlframe.attempts.fleet import Attempts
-from rlframe.attempts.leases import Leases
 from rlframe.attempts.mending import Mender
 from rlframe.cluster.roles import CRITIC, POLICY
 from rlframe.data.prompts import PromptSource

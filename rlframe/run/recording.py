@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from rlframe.attempts.recording import Recording
+from rlframe.attempts.account.recording import Recording
 from rlframe.models.tokenizer import fingerprint
 from rlframe.run.config import RunConfig
 from rlframe.types.tokenizer import PreTrainedTokenizerBase

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rlframe.attempts.buffer import oversampled
-from rlframe.attempts.ledger import (
+from rlframe.attempts.account.ledger import (
     LEDGER,
     Account,
     Carried,
@@ -28,6 +27,7 @@ from rlframe.attempts.ledger import (
     open_among,
     read_ledger,
 )
+from rlframe.attempts.buffer import oversampled
 from rlframe.loops.saving.manifest import named_checkpoints, step_of
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.utils.arguments import Parser

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlframe.attempts.recording import step_folder
-from rlframe.attempts.stored import read_groups
+from rlframe.attempts.account.recording import step_folder
+from rlframe.attempts.account.stored import read_groups
 from rlframe.types.rollout import members
 from tests.multiprocess.program import ONLINE, Program, assert_equal_models, lines, metrics, run, samples, titled
 

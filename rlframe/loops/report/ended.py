@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rlframe.attempts.ledger import LEDGER, Dropped, DropReason, Leased, Trained, open_among, read_ledger
+from rlframe.attempts.account.ledger import LEDGER, Dropped, DropReason, Leased, Trained, open_among, read_ledger
 from rlframe.utils.errors import CheckpointError
 
 REASONS = {

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlframe.attempts.account.leases import Lease, Leases
 from rlframe.attempts.buffer import Finished
 from rlframe.attempts.fleet import Attempts
-from rlframe.attempts.leases import Lease, Leases
 from rlframe.attempts.turns import Task
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.scoring import Scorer, score_attempts

@@ -7,12 +7,12 @@ from itertools import chain, islice
 from pathlib import Path
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
+from rlframe.attempts.account.leases import Lease
+from rlframe.attempts.account.ledger import DropReason
+from rlframe.attempts.account.stored import read_groups, write_groups
 from rlframe.attempts.buffer import Buffer, Finished, LeftOut, main_reason
-from rlframe.attempts.leases import Lease
-from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.mending import Mender
 from rlframe.attempts.runner import Ended, Load
-from rlframe.attempts.stored import read_groups, write_groups
 from rlframe.attempts.turns import Progress
 from rlframe.cluster.watch.activities import learn
 from rlframe.loops.reporting.metrics import mean_of, scored

@@ -8,9 +8,9 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from rlframe.attempts.account.ledger import DropReason
 from rlframe.attempts.buffer import Finished, main_reason
 from rlframe.attempts.fleet import Attempts
-from rlframe.attempts.ledger import DropReason
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds.examples import ExampleSource, learnt_turns
 from rlframe.data.prompts import PromptSource

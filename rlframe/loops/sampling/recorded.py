@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlframe.attempts.recording import Recording, step_folder
-from rlframe.attempts.stored import read_groups, write_groups
+from rlframe.attempts.account.recording import Recording, step_folder
+from rlframe.attempts.account.stored import read_groups, write_groups
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.source import GroupSource
 from rlframe.types.rollout import Group

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlframe.attempts.recording import ROLLOUTS, Recording, missing_steps, read_recording
+from rlframe.attempts.account.recording import ROLLOUTS, Recording, missing_steps, read_recording
 from rlframe.models import hub
 from rlframe.models.tokenizer import load
 from rlframe.run.config import RunConfig

@@ -5,9 +5,9 @@ from functools import partial
 import torch
 
 from rlframe.algorithms.base import OnlineAlgorithm
+from rlframe.attempts.account.leases import Leases
+from rlframe.attempts.account.ledger import Ledger
 from rlframe.attempts.fleet import Attempts
-from rlframe.attempts.leases import Leases
-from rlframe.attempts.ledger import Ledger
 from rlframe.attempts.mending import Mender
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.evaluation.evaluate import EvaluationBeside, come_back

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.attempts.recording import begin_recording, read_recording
+from rlframe.attempts.account.recording import begin_recording, read_recording
 from rlframe.loops.phases import Phases
 from rlframe.loops.replay import ReplayLoop
 from rlframe.loops.sampling.recorded import RecordingSampler, ReplaySampler

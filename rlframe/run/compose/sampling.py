@@ -7,9 +7,9 @@ from functools import partial
 from rlframe.algorithms.base import OnlineAlgorithm
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.requirements import GivenResponses, Writer
+from rlframe.attempts.account.leases import Leases
 from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.fleet import Attempts
-from rlframe.attempts.leases import Leases
 from rlframe.attempts.mending import Mender
 from rlframe.data.prompts import PromptSource
 from rlframe.data.text.turns import Tokens

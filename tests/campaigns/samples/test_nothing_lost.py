@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.attempts.ledger import read_ledger
+from rlframe.attempts.account.ledger import read_ledger
 from tests.unit.attempts.simulated.properties import check_run, trained_on
 from tests.unit.attempts.simulated.settings import Settings, drawn, drawn_with_oversampling
 from tests.unit.attempts.simulated.world import World, simulated

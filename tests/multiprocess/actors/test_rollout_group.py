@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlframe.attempts.account.ledger import DropReason
 from rlframe.attempts.fleet import Attempts
-from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.attempts.runner import Ended
 from rlframe.attempts.turns import Task

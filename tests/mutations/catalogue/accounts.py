@@ -6,13 +6,13 @@ AUDIT = "tests/unit/tools/test_audit.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
-        "rlframe/attempts/fields.py",
-        "tests/unit/attempts/test_stored.py",
+        "rlframe/attempts/account/fields.py",
+        "tests/unit/attempts/account/test_stored.py",
         ("a tuple comes back as a list", '"tuple": tuple}', '"tuple": list}'),
     ),
     *faults(
-        "rlframe/attempts/stored.py",
-        "tests/unit/attempts/test_stored.py",
+        "rlframe/attempts/account/stored.py",
+        "tests/unit/attempts/account/test_stored.py",
         ("arrays of another folder are taken", "if hashlib.sha256(content).hexdigest() != digest:", "if False:"),
         (
             "rewards of tokens are dropped",
@@ -26,8 +26,8 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/attempts/ledger.py",
-        "tests/unit/attempts/test_ledger.py",
+        "rlframe/attempts/account/ledger.py",
+        "tests/unit/attempts/account/test_ledger.py",
         ("lag is counted from the next version", "version=step - 1,", "version=step,"),
         ("given responses lag", "return versions[versions >= 0]", "return versions"),
         ("events of a dead step are written later", "self._waiting.clear()", ""),

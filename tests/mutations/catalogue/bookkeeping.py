@@ -34,7 +34,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/attempts/leases.py",
+        "rlframe/attempts/account/leases.py",
         SIMULATED,
         ("leases are numbered anew after a restart", "int(state.get(NUM_LEASES, 0))", "0"),
         (
@@ -44,7 +44,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/attempts/ledger.py",
+        "rlframe/attempts/account/ledger.py",
         SIMULATED,
         (
             "a rewind keeps events of the next step",

@@ -35,7 +35,7 @@ MUTATIONS: list[Mutation] = [
         ("streamed prompts are repeated", "            elif conversation.id in kept:\n", "            elif False:\n"),
     ),
     *faults(
-        "rlframe/attempts/leases.py",
+        "rlframe/attempts/account/leases.py",
         "tests/unit/data/test_curriculum.py",
         ("a lease that is passed over has no end", "self.ledger.dropped(ordinal, DropReason.PASSED_OVER, [])", "pass"),
         ("who is passed over is attempted", "                continue\n", "                pass\n"),

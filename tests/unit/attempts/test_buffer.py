@@ -2,8 +2,8 @@
 
 import pytest
 
+from rlframe.attempts.account.leases import Lease
 from rlframe.attempts.buffer import Buffer
-from rlframe.attempts.leases import Lease
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 

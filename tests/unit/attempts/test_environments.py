@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.account.ledger import DropReason
 from rlframe.attempts.runner import Ended, News, Runner
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.attempts.turns import Event, Sides, Task, WaitsFor

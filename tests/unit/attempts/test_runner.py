@@ -10,8 +10,8 @@ import pytest
 
 from rlframe.attempts import busy as busy_module
 from rlframe.attempts import runner as runner_module
+from rlframe.attempts.account.ledger import DropReason
 from rlframe.attempts.engines import Abort, Ask, EngineLost, EngineQueue
-from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.runner import Ended, News, Runner
 from rlframe.attempts.scoring import Judge
 from rlframe.attempts.turns import Progress, Sides, Task

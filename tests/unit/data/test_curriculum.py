@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rlframe.attempts.leases import Leases
-from rlframe.attempts.ledger import Dropped, Leased, Ledger, read_ledger
+from rlframe.attempts.account.leases import Leases
+from rlframe.attempts.account.ledger import Dropped, Leased, Ledger, read_ledger
 from rlframe.data.config import DataConfig
 from rlframe.data.curriculum import By, CurriculumConfig
 from rlframe.data.ordered import RatedCursor

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.policy_gradient import ClippedPolicyGradient
+from rlframe.attempts.account.leases import Leases
+from rlframe.attempts.account.ledger import Ledger
 from rlframe.attempts.buffer import Buffer
-from rlframe.attempts.leases import Leases
-from rlframe.attempts.ledger import Ledger
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog

@@ -9,7 +9,7 @@ import yaml
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from rlframe.attempts.ledger import LEDGER, Carried, Dropped, Event, Leased, Trained
+from rlframe.attempts.account.ledger import LEDGER, Carried, Dropped, Event, Leased, Trained
 from rlframe.tools.audit import main
 
 SETTINGS = {"steps": 3, "prompts_per_step": 2, "algorithm": {"group_size": 2}, "loop": {"max_policy_lag": 1}}

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from rlframe.attempts.account.ledger import DropReason
 from rlframe.attempts.dialogue import single_turn
 from rlframe.attempts.endpoint.agents import Agents
 from rlframe.attempts.endpoint.server import Server
-from rlframe.attempts.ledger import DropReason
 from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.attempts.runner import Ended, Runner

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rlframe.attempts.ledger import DropReason
+from rlframe.attempts.account.ledger import DropReason
 from rlframe.attempts.rendering.config import History, RenderingConfig
 from rlframe.attempts.rendering.renderer import Renderer
 from rlframe.attempts.runner import Ended, News, Runner

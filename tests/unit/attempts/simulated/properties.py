@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from rlframe.attempts.ledger import DropReason, read_ledger
+from rlframe.attempts.account.ledger import DropReason, read_ledger
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.tools.audit import Run, faults
 from tests.unit.attempts.simulated.settings import Settings

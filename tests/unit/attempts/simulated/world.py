@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
+from rlframe.attempts.account.leases import Leases
+from rlframe.attempts.account.ledger import LEDGER, Ledger, read_ledger
 from rlframe.attempts.buffer import Buffer
 from rlframe.attempts.fleet import Attempts
-from rlframe.attempts.leases import Leases
-from rlframe.attempts.ledger import LEDGER, Ledger, read_ledger
 from rlframe.attempts.runner import Ended
 from rlframe.attempts.turns import Task
 from rlframe.data.cursor import Cursor

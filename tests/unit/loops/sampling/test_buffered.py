@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, flat
+from rlframe.attempts.account.leases import Leases
+from rlframe.attempts.account.ledger import Dropped, Ledger, read_ledger
 from rlframe.attempts.buffer import Buffer
-from rlframe.attempts.leases import Leases
-from rlframe.attempts.ledger import Dropped, Ledger, read_ledger
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.types.input import ModelInput

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlframe.attempts.leases import Leases
-from rlframe.attempts.ledger import Dropped, Ledger, read_ledger
+from rlframe.attempts.account.leases import Leases
+from rlframe.attempts.account.ledger import Dropped, Ledger, read_ledger
 from rlframe.data.config import DataConfig
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.sampling.mixed import DataResponses, MixedSampler, responses

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from rlframe.attempts.account.leases import Leases
+from rlframe.attempts.account.ledger import Ledger, read_ledger
 from rlframe.attempts.buffer import Buffer, oversampled
-from rlframe.attempts.leases import Leases
-from rlframe.attempts.ledger import Ledger, read_ledger
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.rollout.base.config import OversampleRest

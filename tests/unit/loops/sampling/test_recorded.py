@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlframe.attempts.recording import Recording, step_folder
-from rlframe.attempts.stored import ARRAYS, read_groups
+from rlframe.attempts.account.recording import Recording, step_folder
+from rlframe.attempts.account.stored import ARRAYS, read_groups
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.recorded import RecordingSampler, ReplaySampler
 from rlframe.types.input import ModelInput

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rlframe.attempts.recording import RECORDING, ROLLOUTS, begin_recording, step_folder
-from rlframe.attempts.stored import write_groups
+from rlframe.attempts.account.recording import RECORDING, ROLLOUTS, begin_recording, step_folder
+from rlframe.attempts.account.stored import write_groups
 from rlframe.run.check import check
 from rlframe.run.load import load
 from rlframe.run.recording import recording_of

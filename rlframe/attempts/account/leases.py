@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlframe.attempts.ledger import DropReason, Ledger
+from rlframe.attempts.account.ledger import DropReason, Ledger
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlframe.attempts.stored import ARRAYS, GROUPS, read_groups, write_groups
+from rlframe.attempts.account.stored import ARRAYS, GROUPS, read_groups, write_groups
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, Group, Rollout, members

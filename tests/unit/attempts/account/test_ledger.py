@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlframe.attempts.ledger import LEDGER, Dropped, DropReason, Leased, Ledger, Trained, read_ledger
+from rlframe.attempts.account.ledger import LEDGER, Dropped, DropReason, Leased, Ledger, Trained, read_ledger
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, Group, Rollout
@@ -125,7 +125,9 @@ def test_a_line_that_a_crash_left_half_written_is_cut_off(tmp_path: Path) -> Non
 
 def test_what_a_step_writes_is_on_the_disk_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
-    monkeypatch.setattr("rlframe.attempts.ledger.sync", lambda file: synced.append(file.read_bytes().count(b"\n")))
+    monkeypatch.setattr(
+        "rlframe.attempts.account.ledger.sync", lambda file: synced.append(file.read_bytes().count(b"\n"))
+    )
     ledger = Ledger(tmp_path)
     for lease in range(1000):
         ledger.leased(lease, prompt="p" * 100, epoch=0)

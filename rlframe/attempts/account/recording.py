@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rlframe.attempts.stored import GROUPS
+from rlframe.attempts.account.stored import GROUPS
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files.sealed import read_sealed, write_sealed
 from rlframe.utils.files.whole import writing

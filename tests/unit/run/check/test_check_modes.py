@@ -198,3 +198,9 @@ def test_each_step_of_a_self_test_trains_the_policy() -> None:
     still = without_learning(config)
     assert (config.algorithm.critic_warmup_steps, still.algorithm.critic_warmup_steps) == (3, 0)
     assert still.train.optimizer.lr == still.critic_train.optimizer.lr == 0
+
+
+def test_each_step_of_a_self_test_measures_the_same() -> None:
+    for given, expected in ((0, 0), (1, 1), (7, 1)):
+        config = load("grpo_qwen3_moe", [f"train.norms_every_steps={given}"])
+        assert without_learning(config).train.norms_every_steps == expected

@@ -48,10 +48,12 @@ def without_learning(config: RunConfig) -> RunConfig:
 
 
 def _still(train: TrainConfig) -> None:
-    """Sets the learning rate to 0, which a user may not, and makes each step measure the same."""
+    """Sets the learning rate to 0, which a user may not, lets nothing else move weights, and makes each step measure
+    the same."""
     optimizer = train.optimizer
     optimizer.lr = optimizer.min_lr = optimizer.weight_decay = 0.0
     optimizer.schedule, optimizer.warmup_steps = Schedule.CONSTANT, 0
+    train.moe.bias_update_rate = 0.0
     train.norms_every_steps = min(train.norms_every_steps, 1)
 
 

@@ -204,3 +204,10 @@ def test_each_step_of_a_self_test_measures_the_same() -> None:
     for given, expected in ((0, 0), (1, 1), (7, 1)):
         config = load("grpo_qwen3_moe", [f"train.norms_every_steps={given}"])
         assert without_learning(config).train.norms_every_steps == expected
+
+
+def test_nothing_else_moves_weights_in_a_self_test() -> None:
+    config = load("grpo_qwen3_moe", ["train.moe.bias_update_rate=0.01", "critic.train={moe: {bias_update_rate: 0.1}}"])
+    still = without_learning(config)
+    assert config.train.moe.bias_update_rate == 0.01
+    assert still.train.moe.bias_update_rate == still.critic_train.moe.bias_update_rate == 0

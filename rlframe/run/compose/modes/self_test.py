@@ -53,6 +53,7 @@ def _still(train: TrainConfig) -> None:
     optimizer = train.optimizer
     optimizer.lr = optimizer.min_lr = optimizer.weight_decay = 0.0
     optimizer.schedule, optimizer.warmup_steps = Schedule.CONSTANT, 0
+    optimizer.skip_norm_above = optimizer.skip_outlier_factor = None
     train.moe.bias_update_rate = 0.0
     train.norms_every_steps = min(train.norms_every_steps, 1)
 

@@ -211,3 +211,10 @@ def test_nothing_else_moves_weights_in_a_self_test() -> None:
     still = without_learning(config)
     assert config.train.moe.bias_update_rate == 0.01
     assert still.train.moe.bias_update_rate == still.critic_train.moe.bias_update_rate == 0
+
+
+def test_no_step_of_a_self_test_is_skipped() -> None:
+    outliers = [f"train.optimizer.{name}" for name in ("skip_norm_above=0.1", "skip_outlier_factor=2")]
+    config = load("grpo_qwen3_moe", outliers)
+    assert config.train.optimizer.skips
+    assert not without_learning(config).train.optimizer.skips

@@ -41,6 +41,10 @@ def without_learning(config: RunConfig) -> RunConfig:
     changed.checkpoint = replace(config.checkpoint, export=False)
     if hasattr(changed.algorithm, "critic_warmup_steps"):
         changed.algorithm.critic_warmup_steps = 0
+    update = getattr(changed.algorithm, "reference_update", None)
+    if update and update.every_steps:
+        # A mixture of two equal numbers may round to another one.
+        changed.algorithm.reference_update = replace(update, mix=1.0)
     _still(changed.train)
     if changed.critic.train:
         _still(changed.critic.train)

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlframe.cluster.roles import ENGINES, POLICY
+from rlframe.megatron.memory.reference import ReferenceWeights
 from rlframe.run.check import check, checked
 from rlframe.run.compose.modes.self_test import without_learning
 from rlframe.run.load import load
@@ -218,3 +220,13 @@ def test_no_step_of_a_self_test_is_skipped() -> None:
     config = load("grpo_qwen3_moe", outliers)
     assert config.train.optimizer.skips
     assert not without_learning(config).train.optimizer.skips
+
+
+def test_a_reference_that_follows_stays_in_a_self_test_bit_for_bit() -> None:
+    config = load("grpo_qwen3_moe", ["algorithm.kl_coefficient=0.1", "algorithm.reference_update.every_steps=2"])
+    update = without_learning(config).algorithm.reference_update
+    assert (config.algorithm.reference_update.mix, update.every_steps) == (0.6, 2)
+    weights = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    reference = ReferenceWeights([weights], follows=True)
+    reference.follow(update.mix)
+    assert torch.equal(reference.kept[0], weights)

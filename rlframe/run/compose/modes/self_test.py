@@ -136,6 +136,7 @@ def facts(parts: Parts, algorithm: Algorithm) -> Facts:
         float32=single,
         deterministic=train.deterministic or parts.device.type == "cpu",
         needs_reference=algorithm.needs_reference,
+        given_adapter=train.lora is not None and train.lora.path is not None,
         single_turn=not answers(config.environment),
         compiles=parts.device.type == "cpu" and train.dtype is Dtype.BFLOAT16,
         dropout=train.lora is not None and train.lora.dropout > 0,

@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlframe.algorithms.grpo import Grpo
 from rlframe.cluster.roles import ENGINES, POLICY
 from rlframe.megatron.memory.reference import ReferenceWeights
+from rlframe.models import tokenizer
+from rlframe.models.hub import resolve
 from rlframe.run.check import check, checked
-from rlframe.run.compose.modes.self_test import without_learning
+from rlframe.run.compose.modes.self_test import facts, without_learning
 from rlframe.run.load import load
 from rlframe.run.roles import topology
 from rlframe.utils.errors import ConfigError
@@ -230,3 +234,12 @@ def test_a_reference_that_follows_stays_in_a_self_test_bit_for_bit() -> None:
     reference = ReferenceWeights([weights], follows=True)
     reference.follow(update.mix)
     assert torch.equal(reference.kept[0], weights)
+
+
+@pytest.mark.parametrize(
+    ("lora", "given"), [([], False), (["train.lora.rank=4"], False), (["train.lora.path=a"], True)]
+)
+def test_a_self_test_knows_of_an_adapter_to_go_on_from(lora: list[str], given: bool) -> None:
+    config = load("grpo_qwen3_moe", lora)
+    parts = SimpleNamespace(config=config, tokenizer=tokenizer.load(resolve(config.model)), device=torch.device("cpu"))
+    assert facts(parts, Grpo(config.algorithm)).given_adapter is given

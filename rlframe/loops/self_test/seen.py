@@ -60,6 +60,8 @@ class Facts:
     deterministic: bool = False
     """Whether the settings ask the trainer for the same bits (train.deterministic), or a CPU gives them anyway."""
     needs_reference: bool = False
+    given_adapter: bool = False
+    """Whether the policy begins with an adapter of before, which its reference lacks."""
     single_turn: bool = True
     """Whether no environment answers the policy."""
     compiles: bool = False

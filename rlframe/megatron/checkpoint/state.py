@@ -233,8 +233,8 @@ def load_reference(model: Model, reference: ReferenceWeights, folder: Path) -> N
 def put(model: Model, loaded: dict[str, Any]) -> None:
     """Stores the read values of `weights_by_chunk` in the modules."""
     for name, chunk in chunks_by_key(model).items():
-        # Beside adapters either they or the base is not in them.
-        chunk.module.load_state_dict(loaded[name], strict=model.lora is None)
+        # Beside adapters either they or the base is not in them, and on some stages nothing is trained.
+        chunk.module.load_state_dict(loaded.get(name, {}), strict=model.lora is None)
 
 
 def chunks_by_key(model: Model) -> dict[str, Any]:

@@ -243,7 +243,6 @@ class PackedAttention(torch.nn.Module):
         **__: Any,
     ):
         super().__init__()
-        self.layer_number = layer_number
         self.by_heads = cp_comm_type == "a2a"
         self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -278,7 +277,7 @@ class PackedAttention(torch.nn.Module):
         heads."""
         output = query.new_zeros(*query.shape[:-1], value.shape[-1])
         grids = layout_of(packing, whole=self.by_heads).grids
-        chosen = getattr(packing, "chosen", {}).get(self.layer_number) or [grid.visible for grid in grids]
+        chosen = getattr(packing, "chosen", {}).get(self) or [grid.visible for grid in grids]
         sinks = self.sinks(packing)
         for (query_rows, is_query, key_rows, _), visible in zip(grids, chosen, strict=True):
             grid_query, grid_key, grid_value = (

@@ -195,6 +195,54 @@ def measure(trainer: Any, case: dict[str, Any], folder: pathlib.Path) -> dict[st
     return measured
 
 
+def goes_on(rank: int, init_method: str, model: str, state: str, layouts: list[str]) -> list[dict[str, Any]]:
+    """The adapters of this rank's layers where a state was saved, and where it was loaded, before and after a step."""
+    from rlframe.cluster.config import Device  # noqa: PLC0415 - see on_rank
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
+
+    device = platform.resolve(Device.CPU)
+    platform.install(device)
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+
+    seen, folder = [], pathlib.Path(state)
+    for index, layout in enumerate(layouts):
+        lora = LoraConfig(rank=4, target_modules=["layers.1.self_attn.o_proj"])
+        train = TrainConfig(parallel=layout, dtype="float32", optimizer=OptimizerConfig(lr=1e-2), lora=lora)
+        trainer = Trainer(TrainerSetup(
+            rank=rank, init_method=f"{init_method}{index}", device=device, model=ModelConfig(path=model), train=train,
+            seed=SEED, temperature=1.0, total_optimizer_steps=10, timeout_s=60, with_reference=True,
+        ))  # fmt: skip
+        batch = sequences()
+        shares, _ = split(batch, weights_of(batch), num_ranks=Parallel.parse(layout).dp, max_tokens=40)
+        mine = shares[trainer.coordinates.dp_rank].microbatches()
+        if index:
+            trainer.load(folder, num_optimizer_steps=1)
+        else:
+            trainer.train([mine], Weighted(), first_step=0)
+            save(trainer, folder)
+        now = trainer.export_adapter(list(trainer.adapter_tensors()), torch.float32)
+        trainer.train([mine], Weighted(), first_step=1)
+        later = trainer.export_adapter(list(trainer.adapter_tensors()), torch.float32)
+        seen.append({"now": now, "later": later, "shapes": trainer.adapter_tensors()})
+        parallel.shutdown()
+    return seen
+
+
+def test_a_state_goes_on_where_a_stage_trains_nothing(tmp_path: pathlib.Path) -> None:
+    make("qwen3", tmp_path / "qwen3")
+    (tmp_path / "state").mkdir()
+    layouts = ["d1p2", "d1p2", "d2"]
+    ranks = run_distributed(goes_on, 2, str(tmp_path / "qwen3"), str(tmp_path / "state"), layouts)
+    saved, *others = (list(each) for each in zip(*ranks, strict=True))
+    shapes = {name: torch.Size(shape) for rank in saved for name, shape in rank["shapes"].items()}
+    assert len(shapes) == 2 and not saved[0]["shapes"], "the first stage trains nothing"
+    for results in others:
+        for key in ("now", "later"):
+            found, expected = (assemble(each, key, shapes) for each in (results, saved))
+            torch.testing.assert_close(found, expected, atol=2e-4 if key == "later" else 0, rtol=0)
+
+
 def buffers(trainer: Any) -> list[Any]:
     """Megatron's flat buffers of parameters and gradients, one optimizer slot per element."""
     return [each for chunk in trainer.model.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]

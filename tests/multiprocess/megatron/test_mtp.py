@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from rlframe.megatron.config.mtp import MtpConfig, MtpMode
 from rlframe.megatron.config.optimizer import OptimizerConfig
+from rlframe.megatron.config.options import Recompute, RecomputeConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.messages.microbatch import split
@@ -167,6 +168,35 @@ def equal(mine: dict[str, Any], theirs: dict[str, Any], names: dict[str, torch.T
     for key in names:
         for (_, a), (_, b) in zip(mine["gradients"].get(key, ()), theirs["gradients"].get(key, ()), strict=True):
             assert torch.equal(a, b), key
+
+
+def computes_again(rank: int, init_method: str, folder: str) -> list[dict[str, Any]]:
+    """Gradients of one rank that keeps all activations, and of one that computes attention again."""
+    from rlframe.cluster.config import Device  # noqa: PLC0415 - the platform must be installed before Megatron
+    from rlframe.megatron.cpu import platform  # noqa: PLC0415
+
+    device = platform.resolve(Device.CPU)
+    platform.install(device)
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415
+    from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
+
+    seen = []
+    again = RecomputeConfig(modules=["core_attn"])
+    for index, recompute in enumerate([{}, {"recompute": Recompute.SELECTIVE, "recompute_options": again}]):
+        setup = TrainerSetup(
+            rank=rank, init_method=f"{init_method}{index}", device=device, model=ModelConfig(path=folder),
+            train=TrainConfig(dtype="float32", mtp=MtpConfig(mode=MtpMode.TRAIN), **recompute),
+            seed=0, temperature=1.0, total_optimizer_steps=10, timeout_s=60, with_reference=False,
+        )  # fmt: skip
+        seen.append(measure(Trainer(setup), "d1"))
+        parallel.shutdown()
+    return seen
+
+
+def test_attention_that_is_computed_again_sees_the_keys_of_its_own_layer(tmp_path: pathlib.Path) -> None:
+    make_with_mtp("deepseek_v32", tmp_path)
+    ((kept, again),) = run_distributed(computes_again, 1, str(tmp_path / "model"))
+    equal(again, kept, kept["gradients"])
 
 
 def resumes(rank: int, init_method: str, model: str, states: str) -> list[Any]:

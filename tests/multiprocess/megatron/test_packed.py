@@ -250,6 +250,16 @@ def check_sequences_are_whole_on_context_parallel_ranks_where_that_is_even() -> 
     assert shared.packing.local_cp_size is None and num_computed(sequences([5, 3]), 4, 2, dynamic=True) == 16
 
 
+def check_two_models_cut_a_micro_batch_into_chunks_of_their_own() -> None:
+    from rlframe.megatron.model.layers.core_attention import chunks_of
+
+    of_micro_batch = replace(packing([5, 7]), max_seqlen_q=7, max_seqlen_kv=7)
+    # A student and its teacher, which reads the same micro-batch.
+    for _ in range(2):
+        assert chunks_of(of_micro_batch, 4).cu_seqlens_q.tolist() == [0, 4, 5, 9, 12]
+        assert chunks_of(of_micro_batch, 6).cu_seqlens_q.tolist() == [0, 5, 11, 12]
+
+
 def check_a_query_sees_keys_up_to_its_true_position() -> None:
     from rlframe.megatron.cpu.attention import PackedRows
 
@@ -384,6 +394,7 @@ CHECKS = [
     check_context_parallel_ranks_take_an_early_and_a_late_chunk,
     check_inputs_are_padded_and_cut_for_context_parallelism,
     check_a_query_sees_keys_up_to_its_true_position,
+    check_two_models_cut_a_micro_batch_into_chunks_of_their_own,
     check_outputs_stand_at_the_token_they_are_about,
     check_a_gpu_is_not_waited_for_between_logits_and_outputs,
     check_an_empty_micro_batch_has_empty_outputs_that_differentiate,

@@ -14,6 +14,9 @@ class Reference(Check):
         if seen.reference is None or seen.logprobs is None or seen.batch is None:
             yield skipped("KL to the reference", "the algorithm has no reference")
             return
+        if seen.facts.given_adapter:
+            yield skipped("KL to the reference", "the reference is the model without the adapter of train.lora.path")
+            return
         mask = seen.batch.loss_mask
         difference = (seen.reference - seen.logprobs).double()[mask]
         # Of the two policies, as in Schulman's k3: never below 0.

@@ -67,12 +67,16 @@ def chunks_of(packing: PackedSeqParams, size: int) -> PackedSeqParams:
     if packing.max_seqlen_q <= size:
         return packing
     if not hasattr(packing, "chunks"):
+        packing.chunks = {}
+    # Computed once for all layers of a model. A teacher may have chunks of another size.
+    if size not in packing.chunks:
         bounds = packing.cu_seqlens_q.tolist()
         starts = [row for first, end in pairwise(bounds) for row in range(first, end, size)]
         cut = packing.cu_seqlens_q.new_tensor([*starts, bounds[-1]])
-        # Computed once for all layers of a micro-batch.
-        packing.chunks = replace(packing, cu_seqlens_q=cut, cu_seqlens_kv=cut, max_seqlen_q=size, max_seqlen_kv=size)
-    return packing.chunks
+        packing.chunks[size] = replace(
+            packing, cu_seqlens_q=cut, cu_seqlens_kv=cut, max_seqlen_q=size, max_seqlen_kv=size
+        )
+    return packing.chunks[size]
 
 
 def query_factors(scaling: QueryScaling, positions: Tensor) -> Tensor:

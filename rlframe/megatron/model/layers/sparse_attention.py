@@ -51,7 +51,8 @@ class SparseLatentAttention(LatentAttention):
         if packed_seq_params.max_seqlen_q > self.indexer.shape.top_k:
             if not hasattr(packed_seq_params, "chosen"):
                 packed_seq_params.chosen = {}
-            packed_seq_params.chosen[self.layer_number] = self._choose(hidden_states, found[3], packed_seq_params)
+            # A head for multi-token prediction, and a teacher, have layers of the same numbers.
+            packed_seq_params.chosen[self.core_attention] = self._choose(hidden_states, found[3], packed_seq_params)
         return found
 
     @torch.no_grad()

@@ -41,6 +41,10 @@ def without_learning(config: RunConfig) -> RunConfig:
     changed.checkpoint = replace(config.checkpoint, export=False)
     if hasattr(changed.algorithm, "critic_warmup_steps"):
         changed.algorithm.critic_warmup_steps = 0
+    update = getattr(changed.algorithm, "reference_update", None)
+    if update and update.every_steps:
+        # A mixture of two equal numbers may round to another one.
+        changed.algorithm.reference_update = replace(update, mix=1.0)
     _still(changed.train)
     if changed.critic.train:
         _still(changed.critic.train)
@@ -48,10 +52,14 @@ def without_learning(config: RunConfig) -> RunConfig:
 
 
 def _still(train: TrainConfig) -> None:
-    """Sets the learning rate to 0, which a user may not."""
+    """Sets the learning rate to 0, which a user may not, lets nothing else move weights, and makes each step measure
+    the same."""
     optimizer = train.optimizer
     optimizer.lr = optimizer.min_lr = optimizer.weight_decay = 0.0
     optimizer.schedule, optimizer.warmup_steps = Schedule.CONSTANT, 0
+    optimizer.skip_norm_above = optimizer.skip_outlier_factor = None
+    train.moe.bias_update_rate = 0.0
+    train.norms_every_steps = min(train.norms_every_steps, 1)
 
 
 def self_test(parts: Parts, algorithm: Algorithm, stop: Stop) -> dict[str, float]:
@@ -128,6 +136,7 @@ def facts(parts: Parts, algorithm: Algorithm) -> Facts:
         float32=single,
         deterministic=train.deterministic or parts.device.type == "cpu",
         needs_reference=algorithm.needs_reference,
+        given_adapter=train.lora is not None and train.lora.path is not None,
         single_turn=not answers(config.environment),
         compiles=parts.device.type == "cpu" and train.dtype is Dtype.BFLOAT16,
         dropout=train.lora is not None and train.lora.dropout > 0,

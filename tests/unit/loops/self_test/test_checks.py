@@ -207,6 +207,14 @@ def test_a_fault_is_found_by_its_check(name: str) -> None:
     assert check in failed(seen)
 
 
+def test_a_reference_without_the_adapter_that_the_policy_begins_with_is_no_fault() -> None:
+    seen = clean()
+    seen.facts = replace(seen.facts, given_adapter=True)
+    assert seen.reference is not None
+    seen.reference.mul_(1.1)
+    assert failed(seen) == set()
+
+
 def test_a_position_counts_the_tokens_in_the_loss_before_it() -> None:
     batch = batch_of(clean())
     assert position_in_response(batch)[batch.loss_mask].tolist() == [0, 1, 0, 1, 2] * 2

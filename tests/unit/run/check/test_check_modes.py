@@ -2,12 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from rlframe.algorithms.grpo import Grpo
 from rlframe.cluster.roles import ENGINES, POLICY
+from rlframe.megatron.memory.reference import ReferenceWeights
+from rlframe.models import tokenizer
+from rlframe.models.hub import resolve
 from rlframe.run.check import check, checked
-from rlframe.run.compose.modes.self_test import without_learning
+from rlframe.run.compose.modes.self_test import facts, without_learning
 from rlframe.run.load import load
 from rlframe.run.roles import topology
 from rlframe.utils.errors import ConfigError
@@ -198,3 +204,42 @@ def test_each_step_of_a_self_test_trains_the_policy() -> None:
     still = without_learning(config)
     assert (config.algorithm.critic_warmup_steps, still.algorithm.critic_warmup_steps) == (3, 0)
     assert still.train.optimizer.lr == still.critic_train.optimizer.lr == 0
+
+
+def test_each_step_of_a_self_test_measures_the_same() -> None:
+    for given, expected in ((0, 0), (1, 1), (7, 1)):
+        config = load("grpo_qwen3_moe", [f"train.norms_every_steps={given}"])
+        assert without_learning(config).train.norms_every_steps == expected
+
+
+def test_nothing_else_moves_weights_in_a_self_test() -> None:
+    config = load("grpo_qwen3_moe", ["train.moe.bias_update_rate=0.01", "critic.train={moe: {bias_update_rate: 0.1}}"])
+    still = without_learning(config)
+    assert config.train.moe.bias_update_rate == 0.01
+    assert still.train.moe.bias_update_rate == still.critic_train.moe.bias_update_rate == 0
+
+
+def test_no_step_of_a_self_test_is_skipped() -> None:
+    outliers = [f"train.optimizer.{name}" for name in ("skip_norm_above=0.1", "skip_outlier_factor=2")]
+    config = load("grpo_qwen3_moe", outliers)
+    assert config.train.optimizer.skips
+    assert not without_learning(config).train.optimizer.skips
+
+
+def test_a_reference_that_follows_stays_in_a_self_test_bit_for_bit() -> None:
+    config = load("grpo_qwen3_moe", ["algorithm.kl_coefficient=0.1", "algorithm.reference_update.every_steps=2"])
+    update = without_learning(config).algorithm.reference_update
+    assert (config.algorithm.reference_update.mix, update.every_steps) == (0.6, 2)
+    weights = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    reference = ReferenceWeights([weights], follows=True)
+    reference.follow(update.mix)
+    assert torch.equal(reference.kept[0], weights)
+
+
+@pytest.mark.parametrize(
+    ("lora", "given"), [([], False), (["train.lora.rank=4"], False), (["train.lora.path=a"], True)]
+)
+def test_a_self_test_knows_of_an_adapter_to_go_on_from(lora: list[str], given: bool) -> None:
+    config = load("grpo_qwen3_moe", lora)
+    parts = SimpleNamespace(config=config, tokenizer=tokenizer.load(resolve(config.model)), device=torch.device("cpu"))
+    assert facts(parts, Grpo(config.algorithm)).given_adapter is given

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -51,6 +51,16 @@ class Record:
     def has_columns(self) -> bool:
         """Returns whether it comes from a file with columns (Parquet, hub), and so has the fields of all records."""
         return self.source.endswith(".parquet") or "/" in self.source
+
+    def first(self, keys: Sequence[str]) -> str | None:
+        """Returns the first of `keys` that the record has a value for, or, where all are null, has at all. Files with
+        columns give every record the fields of all."""
+        present = [key for key in keys if key in self.fields]
+        return next((key for key in present if self.fields[key] is not None), present[0] if present else None)
+
+    def has(self, key: str) -> bool:
+        """Returns whether the record has a value for `key`."""
+        return self.fields.get(key) is not None
 
     @property
     def names(self) -> str:

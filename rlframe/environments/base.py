@@ -234,6 +234,11 @@ def checked(message: Any) -> Message:
         raise ValueError(f"the role of a message must be one of {', '.join(ANSWERING_ROLES)}, got {role!r:.40}")
     if not isinstance(content, str):
         raise TypeError(f"the content of a message must be text, got {content!r:.80}")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        # A tokenizer takes no half of a surrogate pair.
+        raise ValueError(f"the content of a message must be Unicode, got {content[: error.end][-80:]!r}") from None
     for name in ("name", "tool_call_id"):
         if not isinstance(message.get(name, ""), str):
             raise TypeError(f"the field {name} of a message must be text, got {message[name]!r:.80}")

@@ -130,8 +130,8 @@ class Completion(ByValue):
     routes: Shaped[np.ndarray, "rows layers k"] | None = None
     """[P + L_response - 1, layers, k] experts chosen per token of input and response and per MoE layer, unordered;
     uint8, above 256 experts int16. The last token has none, because it was never fed back. Present if the engine was
-    started to return them; None for an aborted response. If weights changed during the response, earlier tokens hold
-    either the original or the recomputed routing, depending on the engine."""
+    started to return them; an aborted response may have none. If weights changed during the response, earlier tokens
+    hold either the original or the recomputed routing, depending on the engine."""
 
     def __post_init__(self) -> None:
         self.token_ids = np.asarray(self.token_ids, dtype=np.int32)

@@ -95,12 +95,18 @@ class Leases:
         self.num_taken = 0
         """Number of leases taken so far: the ordinal of the next one."""
 
-    def take(self, count: int, *, step: int, again: int = 0, version: int) -> list[Lease]:
+    def take(
+        self, count: int, *, step: int, again: int = 0, version: int, trained_at: int | None = None
+    ) -> list[Lease]:
         """Takes leases of the next `count` prompts; see `Lease` for the arguments. A lease of a prompt that the
-        curriculum leaves out ends at once, and another one is taken."""
+        curriculum leaves out ends at once, and another one is taken.
+
+        Args:
+            trained_at: the step that is to train on the prompts, by which the curriculum deals them. None means `step`.
+        """
         leases: list[Lease] = []
         if self.curriculum:
-            self.curriculum.reach(step)
+            self.curriculum.reach(step if trained_at is None else trained_at)
         while len(leases) < count:
             ordinal = self.num_taken
             (prompt,) = self.prompts.next(1)

@@ -74,7 +74,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Labelling:
         """Returns the sequences and their labels."""
-        if "query" in record.fields:
+        if record.has("query"):
             return _ranked(record)
         if "label" not in record.fields:
             raise DataError(
@@ -87,7 +87,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
                 f"{record.where}: expected data.labels to list the names of the classes, which cannot be gathered from "
                 f"records yet to be read with data.streaming=true, found the name {labels[0]!r:.60}"
             )
-        if "text" in record.fields and config.prompt_key is None:
+        if record.has("text") and config.prompt_key is None:
             text = text_field(record, ("text",))
             return Labelling(record=record, texts=(text,), messages=(), labels=labels, prompt_text=text)
         messages, prompt_text = turns_of(record, config)[0], text_of(prompt_messages(record, config))
@@ -169,7 +169,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
 
 def _ranked(record: Record) -> Labelling:
     query = text_field(record, ("query",))
-    if "documents" in record.fields:
+    if record.has("documents"):
         documents, values = text_list(record, ("documents",)), record.fields.get("labels")
         if not isinstance(values, list) or len(values) != len(documents) or not documents:
             raise DataError(

@@ -73,7 +73,7 @@ class PreferenceSource(TrainingSource[Pair]):
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Comparison:
         """Returns the prompt, its responses, and which of them is preferred to which."""
-        if "responses" in record.fields:
+        if record.has("responses"):
             prompt, responses, pairs = _ranked(record, config)
         else:
             prompt, responses = _chosen_and_rejected(record, config)
@@ -181,7 +181,7 @@ def _check_prompt(record: Record, common: Turns) -> None:
 def _ranked(record: Record, config: DataConfig) -> tuple[Turns, list[Turns], list[tuple[int, int, float]]]:
     """Returns the prompt, the responses, and every pair of them that is not level, the better one first."""
     fields = record.fields
-    key = next((key for key in ("scores", "ranks") if key in fields), None)
+    key = record.first(("scores", "ranks"))
     values = fields["responses"]
     if not isinstance(values, list) or len(values) < 2:
         raise DataError(f"{record.where}: expected 'responses' to list at least 2, found {values!r:.60}")

@@ -66,7 +66,7 @@ class UnpairedSource(TrainingSource[UnpairedItem]):
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Verdict:
         """Returns the response and its verdict."""
-        key = next((key for key in LABEL_KEYS if key in record.fields), None)
+        key = record.first(LABEL_KEYS)
         if key is None:
             raise DataError(
                 f"{record.where}: expected {' or '.join(map(repr, LABEL_KEYS))}, true for a response to learn and "

@@ -112,7 +112,7 @@ def turns_of(record: Record, config: DataConfig) -> tuple[list[Message], list[fl
     DataError as `understand`."""
     messages = prompt_messages(record, config)
     weights = _weights(record, config, len(messages))
-    response_key = config.answer_key or _field(record, RESPONSE_KEYS)
+    response_key = config.answer_key or record.first(RESPONSE_KEYS)
     if response_key in OF_MESSAGES and isinstance(turns := record.fields.get(response_key), list):
         more = _completion(record, response_key, turns, messages)
         # As in TRL, what stands in the prompt is not learnt.
@@ -121,7 +121,7 @@ def turns_of(record: Record, config: DataConfig) -> tuple[list[Message], list[fl
     response = _text(record, response_key) if response_key else None
     if response is not None and messages[-1]["role"] != "assistant":
         messages, weights = [*messages, {"role": "assistant", "content": response}], [*weights, 1.0]
-    elif response and response_key in OF_MESSAGES and (config.prompt_key or _field(record, PROMPT_KEYS)) == "prompt":
+    elif response and response_key in OF_MESSAGES and (config.prompt_key or record.first(PROMPT_KEYS)) == "prompt":
         raise _continued(record, response_key, "text", "its text")
     return messages, weights, len(messages) - (messages[-1]["role"] == "assistant")
 
@@ -182,7 +182,7 @@ def _continued(record: Record, key: str, kind: str, into: str) -> DataError:
 
 def _weights(record: Record, config: DataConfig, count: int, *, default: float = 1.0) -> list[float]:
     """Returns `count` weights of messages: `default`, unless the message says another in its `weight`."""
-    key = config.prompt_key or _field(record, PROMPT_KEYS) or ""
+    key = config.prompt_key or record.first(PROMPT_KEYS) or ""
     value = record.fields.get(key)
     own = _weights_of(record, key, value, default=default) if isinstance(value, list) else []
     # A system message from elsewhere stands before them.
@@ -205,13 +205,6 @@ def _weights_of(record: Record, key: str, turns: list[Any], *, default: float = 
     return weights
 
 
-def _field(record: Record, keys: Sequence[str]) -> str | None:
-    """Returns the first of `keys` that the record has a value for, or, where all are null, has at all. Files with
-    columns give every record the fields of all."""
-    present = [key for key in keys if key in record.fields]
-    return next((key for key in present if record.fields[key] is not None), present[0] if present else None)
-
-
 def _setting(key: str) -> str:
     """Returns the setting that names a field. The records may be those of a set, which may have its own."""
     return f"data.{key}, or evaluation.sets.NAME.{key} of a set"
@@ -219,7 +212,7 @@ def _setting(key: str) -> str:
 
 def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]:
     fields = record.fields
-    key = prompt_key or _field(record, PROMPT_KEYS)
+    key = prompt_key or record.first(PROMPT_KEYS)
     if key is None:
         raise DataError(
             f"{record.where}: expected one of the fields {', '.join(PROMPT_KEYS)}, "
@@ -303,7 +296,7 @@ def _answer(record: Record, answer_key: str | None) -> str | None:
     judged = record.fields.get("reward_model")
     if isinstance(judged, dict) and judged.get("ground_truth") is not None:
         return str(judged["ground_truth"])
-    key = "answer" if "answer" in record.fields else _field(record, RESPONSE_KEYS)
+    key = "answer" if "answer" in record.fields else record.first(RESPONSE_KEYS)
     return _text(record, key) if key else None
 
 

@@ -93,8 +93,8 @@ def text_field(record: Record, keys: tuple[str, ...], setting: str | None = None
 def text_list(record: Record, keys: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the text or list of texts in the first of the fields `keys` that the record has; none where it has
     none."""
-    key = next((key for key in keys if key in record.fields), None)
-    value: Any = record.fields[key] if key else []
+    key = record.first(keys)
+    value: Any = record.fields[key] if key and record.has(key) else []
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
         raise DataError(f"{record.where}: expected {key!r} to be text or a list of texts, found {value!r:.60}")
@@ -102,7 +102,7 @@ def text_list(record: Record, keys: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _key(record: Record, keys: tuple[str, ...], setting: str | None) -> str:
-    key = next((key for key in keys if key in record.fields), None)
+    key = record.first(keys)
     if key is None:
         hint = f"; name the field with {setting}" if setting else ""
         raise DataError(

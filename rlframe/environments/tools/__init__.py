@@ -154,8 +154,9 @@ class Tools(Environment):
         return answer_to(call, self._cut(f"Error: {why}")), end
 
     def _cut(self, text: str) -> str:
-        """Returns a text that is not longer than allowed."""
+        """Returns a text that is not too long. Halves of surrogate pairs, as names of files have, become `?`."""
         most = self._config.max_answer_characters
+        text = text.encode(errors="replace").decode()
         if len(text) <= most:
             return text
         left_out = f"\n... {len(text) - most} characters left out ...\n"

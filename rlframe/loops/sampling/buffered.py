@@ -255,11 +255,13 @@ class BufferedSampler(Sampler):
     def _lease(self, count: int, step: int) -> list[Lease]:
         if not self._one_by_one:
             return self.leases.take(count, step=step, again=self._counts.rounds, version=step - 1)
-        # What is sampled ahead depends on the lease, not on when it happens to begin.
-        return [
-            self.leases.take(1, step=self.leases.num_taken // self.prompts_per_step + 1, version=step - 1)[0]
-            for _ in range(count)
-        ]
+        leases: list[Lease] = []
+        for place in range(len(self.buffer.open), len(self.buffer.open) + count):
+            ahead = 0 if self.buffer.rest is OversampleRest.DROP else place // self.prompts_per_step
+            # What is sampled ahead depends on the lease, not on when it happens to begin.
+            own = self.leases.num_taken // self.prompts_per_step + 1
+            leases += self.leases.take(1, step=own, version=step - 1, trained_at=step + ahead)
+        return leases
 
     def _is_ready(self, version: int) -> bool:
         """Returns whether there is no reason to wait for further groups."""

@@ -18,7 +18,7 @@ from rlframe.rewards.runner import attempt_of
 from rlframe.types.input import ModelInput
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Rollout, SamplingParams
+from rlframe.types.rollout import Rollout, SamplingParams, weighted_sum
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError, RewardError
 
@@ -79,6 +79,9 @@ def _add(rollout: Rollout, score: float | None, trouble: str, *, weight: float, 
         rollout.reward_troubles = {**rollout.reward_troubles, JUDGE_PART: trouble}
     rollout.reward_failed |= is_failure
     if score is None and not is_failure:
+        if math.isnan(weighted_sum(rollout.reward_parts, rollout.reward_weights)):
+            # The 0 of a rollout that nothing has scored is no reward.
+            rollout.reward = math.nan
         return
     value = score or 0.0
     rollout.reward_parts = {**rollout.reward_parts, JUDGE_PART: value}

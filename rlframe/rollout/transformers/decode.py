@@ -383,10 +383,12 @@ class DecodeLoop:
         ]
 
     def routes_of(self, index: int, count: int) -> np.ndarray | None:
-        """Returns the routed experts of request `index` with its `count` tokens; see Completion."""
-        if self.recorder is None:
+        """Returns the routed experts of request `index` with its `count` tokens; see Completion. None for one that was
+        aborted before its first token: its input may not have been computed."""
+        request = self.requests[index]
+        if self.recorder is None or count == request.first_position:
             return None
-        return self.routes[index, : self.requests[index].prompt_tokens + count - 1].cpu().numpy().copy()
+        return self.routes[index, : request.prompt_tokens + count - 1].cpu().numpy().copy()
 
     def _integers(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from rlframe.data.config import DataConfig, TextLayout
 from rlframe.data.kinds.contrasted import ContrastedSource
 from rlframe.data.kinds.labelled import LabelledSource
+from rlframe.data.kinds.preferences import PreferenceSource
 from rlframe.data.kinds.texts import TextSource
+from rlframe.data.kinds.unpaired import UnpairedSource
 from rlframe.data.training import TrainingSource
 from rlframe.utils.errors import DataError
 from rlframe.utils.registry import names
@@ -229,3 +231,23 @@ def test_real_text_becomes_whole_sequences(shared_data: Path, tokenizer: PreTrai
     stream = stream_of(TextSource, config, tokenizer, 512)
     lengths = sorted(item.num_tokens for item in stream.next(len(stream)))
     assert set(lengths[1:]) == {512} and lengths[0] <= 512 and stream.held_out()
+
+
+def test_a_field_that_is_null_counts_as_absent(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Files with columns give every record the fields of all."""
+    texts = {"query": "q", "positive": None, "positives": ["ab"], "negatives": None, "negative": None}
+    contrasted = stream_of(ContrastedSource, config_of(tmp_path, [texts]), tokenizer)
+    assert everything(contrasted, tokenizer) == [["q[<end>]", "ab[<end>]"]]
+    ranked = {"query": "q", "documents": None, "labels": None, "positive": "a", "negative": "b", "label": None}
+    one = {"query": None, "text": "c", "label": "x"}
+    labelled = LabelledSource.understand(record(**ranked), DataConfig())
+    assert labelled.texts == ("q\na", "q\nb") and labelled.labels == (1.0, 0.0)
+    assert LabelledSource.understand(record(**one), DataConfig()).texts == ("c",)
+    said = {"text": None, "prompt": "p", "response": "r", "label": True, "kto_tag": None}
+    assert [each["content"] for each in LabelledSource.understand(record(**said), DataConfig()).messages] == ["p", "r"]
+    swapped = {**said, "label": None, "kto_tag": True}
+    assert UnpairedSource.understand(record(**swapped), DataConfig()).desirable
+    pair = {"prompt": "p", "chosen": "c", "rejected": "r", "responses": None, "scores": None}
+    assert PreferenceSource.understand(record(**pair), DataConfig()).pairs == ((0, 1, 0.0),)
+    several = {"prompt": "p", "responses": ["a", "b"], "scores": None, "ranks": [2, 1]}
+    assert PreferenceSource.understand(record(**several), DataConfig()).pairs == ((1, 0, 0.0),)

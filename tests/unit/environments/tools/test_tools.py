@@ -55,6 +55,15 @@ def blocks(seconds: float) -> str:
     return "x" * 1000
 
 
+def named(name: str) -> str:
+    """Says the name of a file as os.listdir does.
+
+    Args:
+        name: the name
+    """
+    return name + "\\udc80"
+
+
 def untyped(word):
     """Says nothing of its argument."""
 '''
@@ -164,6 +173,13 @@ def test_what_the_policy_must_not_see_is_not_in_the_schema(file: str) -> None:
         },
         "required": ["word"],
     }
+
+
+def test_what_is_no_unicode_in_an_answer_is_replaced(file: str) -> None:
+    _, (answered,) = session([called(("named", {"name": "a"}))], tools={"named": {"name": f"{file}:named"}})
+    assert contents(answered) == ["a?"] and answered.calls == ["done"]
+    with pytest.raises(ValueError, match=r"the content of a message must be Unicode, got 'a\\udc80'"):
+        Step(messages=[{"role": "user", "content": "a\udc80"}])
 
 
 def test_limits_of_calls_are_told(file: str) -> None:

@@ -254,3 +254,31 @@ def test_what_a_checkpoint_judges_counts_in_the_next_step_and_before_its_positio
     assert made.metrics()["rollout/dropped_all_right_groups"] == 2
     assert made.metrics()["rollout/dropped_tokens"] == 4
     made.reset()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_groups_that_are_replaced_do_not_hasten_the_curriculum(lag: int) -> None:
+    """The first eight groups are dropped, so that twice as many prompts are leased as are trained on."""
+    made = sampler(dict.fromkeys([f"p{index}" for index in range(8)], (1.0, 1.0)), max_policy_lag=lag)
+    made.dynamic = DynamicSamplingConfig()
+    reached: list[int] = []
+
+    class Noted:
+        """A curriculum that notes the steps for which prompts are taken."""
+
+        def reach(self, step: int) -> None:
+            reached.append(step)
+
+        def passes_over(self, prompt: Prompt) -> bool:
+            return False
+
+        def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None: ...
+
+        def metrics(self) -> dict[str, float]:
+            return {}
+
+    made.leases.curriculum = Noted()
+    made.attempts.rollout.version = 0
+    assert len(made.collect(1)) == 4
+    assert set(reached) == {1, 1 + lag}
+    made.reset()

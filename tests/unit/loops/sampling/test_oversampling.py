@@ -12,11 +12,12 @@ from rlframe.attempts.account.leases import Leases
 from rlframe.attempts.account.ledger import Ledger, read_ledger
 from rlframe.attempts.buffer import Buffer, oversampled
 from rlframe.data.cursor import Cursor
+from rlframe.data.ordered import Stages
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
-from rlframe.types.rollout import Completion, FinishReason, GenerationRequest
+from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Rollout
 from tests.local_attempts import LocalAttempts
 
 PROMPTS = [Prompt(id=f"p{index}", text="", input=ModelInput((index,))) for index in range(12)]
@@ -84,6 +85,37 @@ def collected(made: BufferedSampler, step: int) -> list[str]:
     groups = made.collect(step)
     made.settle(step)
     return [group.prompt.id for group in groups]
+
+
+class InStages:
+    """A curriculum whose prompts are of stage a until step 2, then of stage b."""
+
+    last_epoch = 0
+
+    def __init__(self) -> None:
+        streams = {
+            name: Cursor(own, ids=[one.id for one in own], tokens=[[0]] * 6, seed=0, shuffle=False)
+            for name, own in (("a", PROMPTS[:6]), ("b", PROMPTS[6:]))
+        }
+        self._stages = Stages(streams, firsts={"a": 1, "b": 3})
+        self.reach, self.next = self._stages.reach, self._stages.next
+
+    def passes_over(self, prompt: Prompt) -> bool:
+        return False
+
+    def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+@pytest.mark.parametrize("rest", OversampleRest)
+def test_a_stage_begins_at_its_step_however_many_groups_are_begun(rest: OversampleRest) -> None:
+    made = sampler(Engines(4), rest=rest, prompts_per_step=2, oversample=2.0)
+    made.leases.prompts = made.leases.curriculum = InStages()  # type: ignore[assignment]
+    early = {prompt.id for prompt in PROMPTS[:6]}
+    assert [set(collected(made, step)) <= early for step in (1, 2, 3, 4)] == [True, True, False, False]
+    made.reset()
 
 
 def events(made: BufferedSampler) -> list[tuple[Any, ...]]:

@@ -1,6 +1,7 @@
 """Routed experts: what engines say becomes rows of the layers with experts, or an error; and the embedded engine's."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.rollout.transformers.engine import TransformersConfig, TransformersEngine
 from rlframe.rollout.vllm.config import MoeBackend, VllmConfig
-from rlframe.types.rollout import SamplingParams
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Rollout, SamplingParams
 from rlframe.utils.errors import RlframeError
 from tests.rollout_models import make_requests, make_with_tokenizer
 
@@ -154,6 +156,24 @@ def test_tokens_before_a_sync_within_the_response_keep_what_they_were_sampled_wi
     old_rows, new_rows = chosen(folder, tokens), chosen(new, tokens)
     assert torch.equal(told[:first], old_rows[:first]) and torch.equal(told[first:], new_rows[first:])
     assert not torch.equal(old_rows[:first], new_rows[:first])
+
+
+def test_an_abort_before_the_first_token_says_nothing_of_the_prompt(tmp_path: Path):
+    """Four requests for three slots, all aborted after the first token: the last one waits."""
+    engine = start(make_with_tokenizer("qwen3_moe", tmp_path))
+    requests = make_requests(4, sampling=SamplingParams(max_tokens=8, min_tokens=8))
+    whole = engine.generate(requests)
+    hook = engine.model.register_forward_hook(lambda *arguments: engine.abort())
+    begun = engine.generate(requests)
+    hook.remove()
+    assert sorted(len(each.token_ids) for each in begun) == [0, 1, 1, 1]
+    for request, before, expected in zip(requests, begun, whole, strict=True):
+        rollout = Rollout.begin(Prompt(id="a", text="", input=request.input), 0)
+        rollout.append(before)
+        (rest,) = engine.generate([replace(request, input=rollout.input, first_position=len(before.token_ids))])
+        rollout.append(rest)
+        assert rollout.routes is not None and expected.routes is not None
+        assert np.array_equal(np.sort(rollout.routes, -1), np.sort(expected.routes, -1))
 
 
 def test_engines_that_cannot_tell_say_why():

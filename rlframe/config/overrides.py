@@ -62,7 +62,22 @@ def rewritten(arguments: list[str], *, groups: Mapping[str, Sequence[str]]) -> l
         raise ConfigError(
             [Fault(short, f"must not be combined with {SHORT[short]}, for which it is a shorthand") for short in twice]
         )
+    if faults := list(_into_lists(arguments)):
+        raise ConfigError(faults)
     return [_rewritten(argument, groups) for argument in arguments]
+
+
+def _into_lists(arguments: Sequence[str]) -> Iterator[Fault]:
+    """Yields a fault for each key inside of a list that another argument gives. A number is the place of an item."""
+    written = [(argument, *argument.lstrip("+").partition("=")[::2]) for argument in arguments]
+    lists = {key: value for _, key, value in written if value.startswith("[")}
+    for argument, key, _ in written:
+        for whole, value in lists.items():
+            plain = key.lstrip("~")
+            first = plain.removeprefix(f"{whole}.").partition(".")[0]
+            if plain.startswith(f"{whole}.") and (key != plain or not first.isdecimal()):
+                rule = f"must not be combined with {whole}={value}, because a list has no keys"
+                yield Fault(plain, rule, got=argument, hint=f"write the whole list as {whole}=[...]")
 
 
 def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[Fault]:

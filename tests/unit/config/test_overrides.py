@@ -116,6 +116,22 @@ def test_what_hydra_would_break_on_is_refused(argument: str, fault: str) -> None
     assert list(map(str, caught.value.faults)) == [fault]
 
 
+@pytest.mark.parametrize("argument", ["logging.tags.x=1", "+logging.tags.x.y=1", "~logging.tags.0"])
+def test_a_key_inside_of_a_list_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rewritten([argument, "logging.tags=[a,b]"], groups={})
+    key = argument.strip("+~").partition("=")[0]
+    assert [str(fault) for fault in caught.value.faults] == [
+        f"{key} must not be combined with logging.tags=[a,b], because a list has no keys, got {argument}; "
+        "write the whole list as logging.tags=[...]"
+    ]
+
+
+def test_an_item_of_a_list_may_be_given_by_its_place() -> None:
+    arguments = ["logging.tags=[a]", "logging.tags.0=b", "logging.tagsx.y=1"]
+    assert rewritten(arguments, groups={}) == [f"++{argument}" for argument in arguments]
+
+
 def test_files_of_a_group_may_be_swept() -> None:
     assert [rewrite(argument) for argument in ("train=cpu,cuda", "train=glob(c*)")] == [
         "train=cpu,cuda",

@@ -18,6 +18,7 @@ DEEPEST = 50
 """Greatest nesting of brackets in a value, because Hydra's parser recurses for each."""
 
 WITH_VALUE = ("--config-name", "-cn", "--config-dir", "-cd", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")
+WITH_VALUE += ("--info", "-i", "--experimental-rerun")
 """Options of the program that may stand before their value."""
 SHORT = {"train.lr": "train.optimizer.lr"}
 """Shorthands of keys on the command line. Files use the whole key only."""
@@ -55,7 +56,12 @@ def rewritten(arguments: list[str], *, groups: Mapping[str, Sequence[str]]) -> l
     if {"-sc", "--shell_completion"} & set(arguments):
         # `install=bash` is no setting.
         return arguments
-    if faults := [fault for argument in arguments for fault in _faults(argument, groups)]:
+    loose = [
+        Fault(shortened(word), "must be key=value, such as steps=3")
+        for before, word in zip(["", *arguments], arguments, strict=False)
+        if word and not word.startswith(("-", "~")) and "=" not in word and before not in WITH_VALUE
+    ]
+    if faults := loose + [fault for argument in arguments for fault in _faults(argument, groups)]:
         raise ConfigError(faults)
     keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
     if twice := [short for short in SHORT if {short, SHORT[short]} <= keys]:

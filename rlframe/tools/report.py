@@ -1,8 +1,8 @@
 """Writes the page of a run, or one that compares several: `python -m rlframe.tools.report OUTPUT [OUTPUT ...]`.
 
 The page of one run is report.html in its folder, that of several is report.html in the present folder. Works on a
-finished run, on one that was killed, and on one that is running. Ends with status 2 if a folder is not that of a run, and
-with 1 if the page cannot be written.
+finished run, on one that was killed, and on one that is running. Ends with status 2 if a folder is not that of a run,
+and with 1 if the page cannot be written.
 """
 
 import sys

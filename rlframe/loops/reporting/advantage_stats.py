@@ -14,8 +14,8 @@ CAUSES = {
 
 
 UNSCORED = (
-    "no attempt of the %d rollouts has a reward: every part returned None, so only KL and entropy train; a function that "
-    "ends without `return` gives None"
+    "no attempt of the %d rollouts has a reward: every part returned None, so only KL and entropy train; a function "
+    "that ends without `return` gives None"
 )
 """Cause of a step without advantages that has no rewards either."""
 

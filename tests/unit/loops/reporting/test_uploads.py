@@ -71,7 +71,10 @@ def test_a_tracker_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCaptu
     log.join(120)
     log(2, {})
     log.close()
-    assert "wandb gets no metrics from step 2 on: it failed: ConnectionError: no route; metrics.jsonl has all" in caplog.text
+    assert (
+        "wandb gets no metrics from step 2 on: it failed: ConnectionError: no route; metrics.jsonl has all"
+        in caplog.text
+    )
 
 
 def test_an_end_that_cannot_be_written_is_told_in_the_words_of_the_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ DEEPEST = 50
 """Greatest nesting of brackets in a value, because Hydra's parser recurses for each."""
 
 WITH_VALUE = ("--config-name", "-cn", "--config-dir", "-cd", "--config-path", "-cp", "--cfg", "-c", "--package", "-p")
+WITH_VALUE += ("--info", "-i", "--experimental-rerun")
 """Options of the program that may stand before their value."""
 SHORT = {"train.lr": "train.optimizer.lr"}
 """Shorthands of keys on the command line. Files use the whole key only."""
@@ -55,14 +56,34 @@ def rewritten(arguments: list[str], *, groups: Mapping[str, Sequence[str]]) -> l
     if {"-sc", "--shell_completion"} & set(arguments):
         # `install=bash` is no setting.
         return arguments
-    if faults := [fault for argument in arguments for fault in _faults(argument, groups)]:
+    loose = [
+        Fault(shortened(word), "must be key=value, such as steps=3")
+        for before, word in zip(["", *arguments], arguments, strict=False)
+        if word and not word.startswith(("-", "~")) and "=" not in word and before not in WITH_VALUE
+    ]
+    if faults := loose + [fault for argument in arguments for fault in _faults(argument, groups)]:
         raise ConfigError(faults)
     keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
     if twice := [short for short in SHORT if {short, SHORT[short]} <= keys]:
         raise ConfigError(
             [Fault(short, f"must not be combined with {SHORT[short]}, for which it is a shorthand") for short in twice]
         )
+    if faults := list(_into_lists(arguments)):
+        raise ConfigError(faults)
     return [_rewritten(argument, groups) for argument in arguments]
+
+
+def _into_lists(arguments: Sequence[str]) -> Iterator[Fault]:
+    """Yields a fault for each key inside of a list that another argument gives. A number is the place of an item."""
+    written = [(argument, *argument.lstrip("+").partition("=")[::2]) for argument in arguments]
+    lists = {key: value for _, key, value in written if value.startswith("[")}
+    for argument, key, _ in written:
+        for whole, value in lists.items():
+            plain = key.lstrip("~")
+            first = plain.removeprefix(f"{whole}.").partition(".")[0]
+            if plain.startswith(f"{whole}.") and (key != plain or not first.isdecimal()):
+                rule = f"must not be combined with {whole}={value}, because a list has no keys"
+                yield Fault(plain, rule, got=argument, hint=f"write the whole list as {whole}=[...]")
 
 
 def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[Fault]:

@@ -25,8 +25,8 @@ class Callback:
 
     def stop(self, reason: str = ASKED) -> None:
         """Makes the present step the last one. The run saves a checkpoint and ends. The same configuration goes on from
-        there."""
-        self._asked = reason
+        there. In the last step it changes nothing."""
+        self._asked = reason or ASKED
 
     def on_start(self, config: Any) -> None:
         """Receives the RunConfig, once, when all processes are there and before the first step."""

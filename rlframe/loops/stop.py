@@ -88,7 +88,8 @@ class Stop:
                 if self._asked_by or step == last:
                     self._end_step()
                     settle()
-                if self._asked_by:
+                # Whoever asked without an error, in the last step, has what it asked for.
+                if self._asked_by and not (step == last and self.code == 0):
                     done, after = ("saved", AGAIN) if self._saved == step else ("ended", AGAIN_FROM_LAST)
                     self._end(f"{self._asked_by}: {done} after step {step} of {last}; {after}")
         finally:

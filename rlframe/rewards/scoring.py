@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from rlframe.processes.work import Limits, TaskFailed, Work
 from rlframe.rewards.base import METHODS, Attempt, Reward, Score, Scores, build_reward
 from rlframe.rewards.config import LARGEST_SCORE, Per, RewardTerm
@@ -107,7 +109,8 @@ def _scores(found: Any, attempt: Attempt) -> Scores:
 def _score(found: Any) -> Score:
     if found is None:
         return None
-    if not isinstance(found, Real) or not math.isfinite(found) or abs(float(found)) > LARGEST_SCORE:
+    # numpy's truth values are no numbers to Python.
+    if not isinstance(found, Real | np.bool_) or not math.isfinite(found) or abs(float(found)) > LARGEST_SCORE:
         raise TaskFailed(
             f"a reward must be a finite number of at most {LARGEST_SCORE:g} in size, or None, got {found!r:.60}"
         )

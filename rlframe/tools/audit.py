@@ -361,8 +361,8 @@ def _no_ledger(output: Path) -> str:
     if not (output / "config.yaml").exists():
         return f"{output} is not the folder of a run: it has no config.yaml"
     return (
-        f"{output} has no {LEDGER}: the run samples nothing, or was made by a version of rlframe that kept none. "
-        "There is nothing to verify"
+        f"{output} has no {LEDGER}: the run ended before its first step, samples nothing, or was made by a version of "
+        "rlframe that kept none. There is nothing to verify"
     )
 
 

@@ -272,6 +272,9 @@ def _keys(builder: _Builder, kind: Any, values: Any, key: Key) -> Iterator[Key]:
     """Yields every key that a user may set under `key`, given the names and choices in `values`."""
     values = values if isinstance(values, Mapping) else {}
     if get_origin(kind) in (Union, types.UnionType):
+        if str in get_args(kind):
+            # A section with a shorthand, such as train.parallel=d2, may be given whole.
+            yield key
         kind = _option(kind, values)
     if get_origin(kind) is dict:
         for name, entry in values.items():

@@ -13,6 +13,13 @@ CAUSES = {
 }
 
 
+UNSCORED = (
+    "no attempt of the %d rollouts has a reward: every part returned None, so only KL and entropy train; a function "
+    "that ends without `return` gives None"
+)
+"""Cause of a step without advantages that has no rewards either."""
+
+
 class AdvantageStats:
     """Counts of steps without a signal so far, by reason."""
 
@@ -29,14 +36,16 @@ class AdvantageStats:
         """Returns the counts with this step's batch, as metrics. Logs a warning if it is the run's first of its
         kind."""
         empty = not bool(batch.loss_mask.any())
-        self._count(EMPTY, empty, step, batch)
+        self._count(EMPTY, empty, step, batch, cause=CAUSES[EMPTY])
         if FLAT in self._causes:
-            self._count(FLAT, not empty and not bool(batch.advantages.any()), step, batch)
+            flat = not empty and not bool(batch.advantages.any())
+            cause = UNSCORED if bool(batch.rewards.isnan().all()) else CAUSES[FLAT]
+            self._count(FLAT, flat, step, batch, cause=cause)
         return {key: self._results[key] for key in self._causes}
 
-    def _count(self, key: str, found: bool, step: int, batch: TrainBatch) -> None:
+    def _count(self, key: str, found: bool, step: int, batch: TrainBatch, *, cause: str) -> None:
         self._results.setdefault(key, 0.0)
         self._results[key] += found
         if found and self._results[key] == 1:
-            text = f"step %d: {CAUSES[key]}. Further such steps are only counted, in %s"
+            text = f"step %d: {cause}. Further such steps are only counted, in %s"
             logger.warning(text, step, batch.num_sequences, key)

@@ -57,7 +57,7 @@ class Uploads(threading.Thread):
         if isinstance(self._failure, RlframeError):
             raise self._failure
         if self._failure:
-            said = f"{name} could not start: {type(self._failure).__name__}: {self._failure}"
+            said = f"{name} could not start: {_told(self._failure)}"
             raise ConfigError([Fault(setting, said=f"{said}; set {setting}=null to go without")]) from self._failure
 
     def run(self) -> None:
@@ -78,7 +78,7 @@ class Uploads(threading.Thread):
             return
         self.num_left_out += 1
         if self.num_left_out == 1:
-            reason = f"it failed: {self._failure!r}" if self._failure else f"{MOST_WAITING} steps are waiting"
+            reason = f"it failed: {_told(self._failure)}" if self._failure else f"{MOST_WAITING} steps are waiting"
             logger.warning(
                 "%s gets no metrics from step %d on: %s; metrics.jsonl has all", self._tracker_name, step, reason
             )
@@ -116,5 +116,11 @@ class Uploads(threading.Thread):
         self.join(self._close_s / 2)
         left = self.num_left_out + (self._waiting.qsize() if self.is_alive() else 0)
         if left or self._failure or self.is_alive():
-            reason = repr(self._failure) if self._failure else f"it did not accept them within {self._close_s:g} s"
-            logger.warning("%s lacks about %d steps: %s; metrics.jsonl has all", self._tracker_name, left, reason)
+            reason = _told(self._failure) if self._failure else f"it did not accept them within {self._close_s:g} s"
+            what = f"about {left} steps" if left else "the end of the run"
+            logger.warning("%s lacks %s: %s; metrics.jsonl has all", self._tracker_name, what, reason)
+
+
+def _told(failure: BaseException) -> str:
+    """Returns an error as a person reads it: ours are sentences, others need their kind."""
+    return str(failure) if isinstance(failure, RlframeError) else f"{type(failure).__name__}: {failure}"

@@ -18,7 +18,6 @@ def rewrite(argument: str) -> str:
     [
         "-m",
         "--cfg",
-        "job",
         "--config-name=x",
         "data=gsm8k",
         "hydra.verbose=true",
@@ -114,6 +113,30 @@ def test_what_hydra_would_break_on_is_refused(argument: str, fault: str) -> None
     with pytest.raises(ConfigError) as caught:
         rewrite(argument)
     assert list(map(str, caught.value.faults)) == [fault]
+
+
+def test_words_that_set_nothing_are_refused_together() -> None:
+    arguments = ["--config-name", "grpo", "--cfg", "job", "--info", "all", "steps", "3", "~evaluation", "seed:3"]
+    with pytest.raises(ConfigError) as caught:
+        rewritten(arguments, groups={})
+    rule = "must be key=value, such as steps=3"
+    assert list(map(str, caught.value.faults)) == [f"'{word}' {rule}" for word in ("steps", "3", "seed:3")]
+
+
+@pytest.mark.parametrize("argument", ["logging.tags.x=1", "+logging.tags.x.y=1", "~logging.tags.0"])
+def test_a_key_inside_of_a_list_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rewritten([argument, "logging.tags=[a,b]"], groups={})
+    key = argument.strip("+~").partition("=")[0]
+    assert [str(fault) for fault in caught.value.faults] == [
+        f"{key} must not be combined with logging.tags=[a,b], because a list has no keys, got {argument}; "
+        "write the whole list as logging.tags=[...]"
+    ]
+
+
+def test_an_item_of_a_list_may_be_given_by_its_place() -> None:
+    arguments = ["logging.tags=[a]", "logging.tags.0=b", "logging.tagsx.y=1"]
+    assert rewritten(arguments, groups={}) == [f"++{argument}" for argument in arguments]
 
 
 def test_files_of_a_group_may_be_swept() -> None:

@@ -17,9 +17,9 @@ from rlframe.loops.stop import Stop, Stopped
 class Noting(Callback):
     """Notes what it is called with, and asks for the end after a step."""
 
-    def __init__(self, *, last: int | None = None):
+    def __init__(self, *, last: int | None = None, reason: str = "reward reached"):
         self.noted: list[Any] = []
-        self.last = last
+        self.last, self.reason = last, reason
 
     def on_start(self, config: Any) -> None:
         """See Callback.on_start."""
@@ -29,7 +29,7 @@ class Noting(Callback):
         """See Callback.on_step."""
         self.noted.append(("step", step, dict(metrics)))
         if step == self.last:
-            self.stop("reward reached")
+            self.stop(self.reason)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """See Callback.on_evaluation."""
@@ -86,14 +86,34 @@ def test_an_error_of_a_callback_is_not_caught(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_callback_ends_the_run_after_a_step_that_is_saved(tmp_path: Path) -> None:
+def run_steps(folder: Path, noting: Noting, *, last_step: int) -> tuple[list[int], Callbacks]:
+    """Runs steps that only log. Returns those that were saved."""
     stop, saved = Stop(), []
-    callbacks = Callbacks([Noting(last=2)], stop)
-    log = log_of(tmp_path, callbacks)
+    callbacks = Callbacks([noting], stop)
+    log = log_of(folder, callbacks)
     schedule = Schedule(
-        last_step=9, every={}, checkpoints=Checkpoints(tmp_path / "checkpoints", CheckpointConfig()), stop=stop
+        last_step=last_step, every={}, checkpoints=Checkpoints(folder / "checkpoints", CheckpointConfig()), stop=stop
     )
-    with pytest.raises(Stopped, match="reward reached: saved after step 2 of 9"):
+    try:
         schedule.run(0, lambda step: log.log(step, {}), {Event.CHECKPOINT: saved.append})
-    log.close()
+    finally:
+        log.close()
+        noting.noted += [("saved", step) for step in saved]
+    return saved, callbacks
+
+
+def test_a_callback_ends_the_run_after_a_step_that_is_saved(tmp_path: Path) -> None:
+    noting = Noting(last=2)
+    with pytest.raises(Stopped, match="reward reached: saved after step 2 of 9"):
+        run_steps(tmp_path, noting, last_step=9)
+    assert noting.noted[-1] == ("saved", 2)
+
+
+def test_an_empty_reason_ends_the_run_too(tmp_path: Path) -> None:
+    with pytest.raises(Stopped, match="stopped by a callback: saved after step 2 of 9"):
+        run_steps(tmp_path, Noting(last=2, reason=""), last_step=9)
+
+
+def test_a_callback_that_asks_in_the_last_step_leaves_the_end_of_the_run_as_it_is(tmp_path: Path) -> None:
+    saved, callbacks = run_steps(tmp_path, Noting(last=2), last_step=2)
     assert saved == [2] and callbacks.asked

@@ -1,12 +1,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from latex2sympy2_extended.antlr_parser import PSParser
 
 from rlframe.rewards.base import Attempt, Reward, build_reward
 from rlframe.rewards.config import RewardConfig, RewardTerm
 from rlframe.rewards.math_verify import no_gamma
+from rlframe.rewards.scoring import checked
 from rlframe.types.rollout import FinishReason
 from rlframe.utils.errors import ConfigError, RewardError
 
@@ -226,6 +228,11 @@ def test_a_users_function_is_found_by_file(user_file: str) -> None:
 
 def test_a_users_function_gets_only_the_fields_it_names(user_file: str) -> None:
     assert build(f"{user_file}:narrow").score(attempt("4", "5", bonus=2.0, other=1, text="t")) == 2.0
+
+
+def test_numbers_and_truth_values_of_numpy_are_scores() -> None:
+    found = [np.equal("5", "5"), np.float32(0.5), np.int64(-2), True]
+    assert checked(found, [attempt("5", "5")] * 4) == [1.0, 0.5, -2.0, 1.0]
 
 
 def test_a_users_function_is_found_by_module() -> None:

@@ -53,6 +53,7 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
     ("override", "part"),
     [
         ("train.optimzer.lr=1", "train.optimzer.lr is not a key; did you mean train.optimizer.lr?"),
+        ("train.paralel=d1", "train.paralel is not a key; did you mean train.parallel?"),
         ("algorithm.groupsize=4", "algorithm.groupsize is not a key; did you mean algorithm.group_size?"),
         ("rollout.environment=single_turn", "rollout.environment is not a key; did you mean environment.name?"),
         ("rollout.max_token=4", "rollout.max_token is not a key; did you mean rollout.max_tokens?"),

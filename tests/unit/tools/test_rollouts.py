@@ -74,5 +74,14 @@ def test_a_page_waits_after_each_screen_and_ends_on_q(
 
 
 def test_a_report_of_a_folder_without_a_run_ends_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert report.main([str(tmp_path)]) == 1
+    assert report.main([str(tmp_path)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_ends_with_another_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    (tmp_path / "file").touch()
+    assert report.main([str(tmp_path), "--to", str(tmp_path / "file" / "page.html")]) == 1
+    assert "cannot be written: Not a directory" in capsys.readouterr().err

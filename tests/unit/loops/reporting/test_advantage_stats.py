@@ -1,5 +1,7 @@
 """Steps from which nothing is learned: counted every time, announced once, remembered by checkpoints."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,3 +49,13 @@ def test_a_loss_that_reads_no_advantage_does_not_miss_it(caplog: pytest.LogCaptu
     signal = AdvantageStats({}, by_advantages=False)
     assert signal.of(1, WITHOUT_ADVANTAGE) == {EMPTY: 0.0} and caplog.records == []
     assert signal.of(2, WITHOUT_TOKENS) == {EMPTY: 1.0} and len(caplog.records) == 1
+
+
+def test_a_reward_that_returns_nothing_is_announced_as_that(caplog: pytest.LogCaptureFixture) -> None:
+    unscored = replace(WITHOUT_ADVANTAGE, rewards=torch.full((1,), torch.nan))
+    assert AdvantageStats({}).of(1, unscored) == {FLAT: 1.0, EMPTY: 0.0}
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 1: no attempt of the 1 rollouts has a reward: every part returned None, so only KL and entropy train; a "
+        "function that ends without `return` gives None. Further such steps are only counted, in "
+        "train/steps_without_advantage"
+    ]

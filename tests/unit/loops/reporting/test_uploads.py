@@ -9,7 +9,7 @@ import pytest
 
 from rlframe.loops.reporting import uploads
 from rlframe.loops.reporting.uploads import Uploads
-from rlframe.utils.errors import ConfigError, RlframeError
+from rlframe.utils.errors import ConfigError, OutputError, RlframeError
 
 
 class Tracker:
@@ -71,7 +71,25 @@ def test_a_tracker_that_fails_is_left_out_with_a_warning(caplog: pytest.LogCaptu
     log.join(120)
     log(2, {})
     log.close()
-    assert "wandb gets no metrics from step 2 on: it failed: ConnectionError('no route')" in caplog.text
+    assert (
+        "wandb gets no metrics from step 2 on: it failed: ConnectionError: no route; metrics.jsonl has all"
+        in caplog.text
+    )
+
+
+def test_an_end_that_cannot_be_written_is_told_in_the_words_of_the_error(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(Tracker):
+        """Cannot write its end."""
+
+        def close(self, *, failed: bool) -> None:
+            """See above."""
+            raise OutputError("report.html cannot be written: the disk is full")
+
+    log = Uploads("report.html", Full)
+    log.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "report.html lacks the end of the run: report.html cannot be written: the disk is full; metrics.jsonl has all"
+    ]
 
 
 def test_a_tracker_that_cannot_begin_ends_the_start() -> None:

@@ -51,20 +51,21 @@ def closing_paragraph(
     return (
         f"{name}: {steps} steps done. {outcome(results)} {in_vain(results)}Start-up took "
         f"{start_up}, the whole run {total_s:.1f} s; by phase: {times}. All processes together hold "
-        f"{resident_gigabytes():.1f} GB. In {output}: {files}."
+        f"{held_gigabytes():.1f} GB. In {output}: {files}."
     )
 
 
-def resident_gigabytes() -> float:
-    """Returns the memory of this process and all processes under it, including Ray's own. Shared pages count once for
-    each."""
+def held_gigabytes() -> float:
+    """Returns the memory of this process and all processes under it, including Ray's own. A page that several share
+    counts once in all on Linux, and not at all elsewhere."""
     total = 0
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):
         try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:
+            memory = process.memory_full_info()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
+        total += getattr(memory, "pss", memory.uss)
     return total / 1e9
 
 

@@ -1,11 +1,15 @@
 """The closing paragraph."""
 
+import mmap
+import os
 import pathlib
 import re
 from typing import Any
 
+import pytest
+
 from rlframe.loops.reporting.start_up import StartUp
-from rlframe.loops.reporting.summary import closing_paragraph, in_vain, outcome
+from rlframe.loops.reporting.summary import closing_paragraph, held_gigabytes, in_vain, outcome
 
 
 def test_an_online_run_tells_what_changed() -> None:
@@ -67,6 +71,31 @@ def start_up() -> StartUp:
     parts.done("imports and checks", at=11.54)
     parts.done("Ray", at=14.04)
     return parts
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/smaps_rollup").exists(), reason="the shares of pages are Linux's")
+def test_a_page_that_processes_share_counts_once() -> None:
+    memory = mmap.mmap(-1, 400 << 20)
+    memory[::4096] = bytes(len(memory) // 4096)
+    alone = held_gigabytes()
+    told, ready = os.pipe()
+    end, told_to_end = os.pipe()
+    children: list[int] = []
+    while len(children) < 3 and (child := os.fork()):
+        children.append(child)
+    if len(children) < 3:
+        # A child: it reads its parent's pages, and holds them until it is told to end.
+        os.close(told_to_end)
+        os.write(ready, bytes(1 + max(memory[::4096])))
+        os.read(end, 1)
+        os._exit(0)
+    for _ in children:
+        os.read(told, 1)
+    together = held_gigabytes()
+    os.close(told_to_end)
+    for child in children:
+        os.waitpid(child, 0)
+    assert alone > 0.4 and together - alone < 0.2, f"{alone} GB became {together}"
 
 
 def test_the_paragraph_names_the_times_and_the_files_that_are_there(tmp_path: pathlib.Path) -> None:

@@ -1,7 +1,6 @@
 """The work of reward workers: scoring one attempt, or the attempts of a group, by one part. Light: imports no reward
 before it is asked for."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -109,9 +108,10 @@ def _scores(found: Any, attempt: Attempt) -> Scores:
 def _score(found: Any) -> Score:
     if found is None:
         return None
-    # numpy's truth values are no numbers to Python.
-    if not isinstance(found, Real | np.bool_) or not math.isfinite(found) or abs(float(found)) > LARGEST_SCORE:
+    # numpy's truth values are no numbers to Python, whose whole numbers may be larger than any float.
+    number = float(found) if isinstance(found, np.floating | np.integer | np.bool_) else found
+    if not isinstance(number, Real) or not -LARGEST_SCORE <= number <= LARGEST_SCORE:
         raise TaskFailed(
             f"a reward must be a finite number of at most {LARGEST_SCORE:g} in size, or None, got {found!r:.60}"
         )
-    return float(found)
+    return float(number)

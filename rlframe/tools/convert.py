@@ -141,7 +141,10 @@ def _verify_files(folder: Path) -> None:
     """Refuses a distributed checkpoint that is missing or has changed since it was written; only rlframe's have
     checksums. Reading it later executes no code that it names; see `rlframe.megatron.checkpoint.reading`."""
     if not (folder / ".metadata").is_file():
-        raise CheckpointError(f"--checkpoint must be a Megatron distributed checkpoint, got {folder} without .metadata")
+        found = f"{folder} without .metadata" if folder.is_dir() else f"{folder}, which is no folder"
+        inside = sorted(each.parent for each in folder.glob("**/.metadata"))
+        advice = f"; write --checkpoint {inside[-1]}" if inside else ""
+        raise CheckpointError(f"--checkpoint must be a Megatron distributed checkpoint, got {found}{advice}")
     if (folder / CHECKSUMS).is_file():
         verify_share(folder, rank=0, world=1)
 

@@ -140,7 +140,8 @@ def described(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"{kind} {record['step']}, prompt {record['id']}, attempt {record['sample_index']}: reward {reward}"
     parts = ", ".join(f"{name} {_short(value)}" for name, value in record["reward_parts"].items())
     answer = "" if record["answer"] is None else f"; right answer: {record['answer']}"
-    yield f"  {parts}; ended: {record['finish_reason']} {record['ending']}".rstrip() + answer
+    ended = f"ended: {record['finish_reason']} {record['ending']}".rstrip()
+    yield f"  {parts}{'; ' if parts else ''}{ended}{answer}"
     if "group_rewards" in record:
         rewards = " ".join(_short(each) for each in record["group_rewards"])
         advantage = _short(record["group_advantages"][record["group_place"]])

@@ -166,10 +166,15 @@ def refusals(folder: pathlib.Path) -> tuple[str, str]:
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
         main(["to-huggingface", "--checkpoint", str(folder / "qwen3-there"), "--model", str(folder / "qwen3_moe"),
               "--out", str(folder / "refused")])  # fmt: skip
-    dcp.save({"lora.base_model.x.lora_A.weight": torch.zeros(1)}, checkpoint_id=folder / "adapters", no_dist=True)
+    for name in ("adapters", "above/training"):
+        dcp.save({"lora.base_model.x.lora_A.weight": torch.zeros(1)}, checkpoint_id=folder / name, no_dist=True)
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
         main(["to-huggingface", "--checkpoint", str(folder / "adapters"), "--model", str(folder / "qwen3"),
               "--out", str(folder / "refused")])  # fmt: skip
+    for wrong in (folder / "above", folder / "gone"):
+        with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
+            main(["to-huggingface", "--checkpoint", str(wrong), "--model", str(folder / "qwen3"),
+                  "--out", str(folder / "refused")])  # fmt: skip
     platform.install(torch.device("cpu"))
     from rlframe.megatron.worker.convert import one_rank  # noqa: PLC0415
 
@@ -195,6 +200,8 @@ def refused(folder: pathlib.Path, growth: dict[str, Any]) -> tuple[str, str]:
 def test_a_checkpoint_of_another_model_is_refused(folder: pathlib.Path, refused: tuple[str, str]) -> None:
     assert "does not hold this model" in refused[0]
     assert f"{folder / 'adapters'} holds adapters (train.lora) without the model that they belong to" in refused[0]
+    assert f"got {folder / 'above'} without .metadata; write --checkpoint {folder / 'above/training'}" in refused[0]
+    assert f"got {folder / 'gone'}, which is no folder" in refused[0]
     assert "is not an option" not in refused[0]
     assert not (folder / "refused").exists()
 

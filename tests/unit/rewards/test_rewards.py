@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from latex2sympy2_extended.antlr_parser import PSParser
 
+from rlframe.processes.work import TaskFailed
 from rlframe.rewards.base import Attempt, Reward, build_reward
 from rlframe.rewards.config import RewardConfig, RewardTerm
 from rlframe.rewards.math_verify import no_gamma
@@ -233,6 +234,25 @@ def test_a_users_function_gets_only_the_fields_it_names(user_file: str) -> None:
 def test_numbers_and_truth_values_of_numpy_are_scores() -> None:
     found = [np.equal("5", "5"), np.float32(0.5), np.int64(-2), True]
     assert checked(found, [attempt("5", "5")] * 4) == [1.0, 0.5, -2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        10**400,
+        -(10**400),
+        1_000_001,
+        float("nan"),
+        np.float32("nan"),
+        np.float16("inf"),
+        np.str_("1"),
+        1j,
+        np.array([1.0]),
+    ],
+)
+def test_what_is_no_score_is_told(found: Any) -> None:
+    with pytest.raises(TaskFailed, match=r"a reward (must be a finite number of at most 1e\+06|by turn)"):
+        checked([found], [attempt("5", "5")])
 
 
 def test_a_users_function_is_found_by_module() -> None:

@@ -46,6 +46,12 @@ def test_a_rollout_is_shown_with_its_numbers(output: Path, capsys: pytest.Captur
     assert last == ["2", "2", "r1.0", "1", "-0.5", "-0.25", "0.25", "1", "0"]
 
 
+def test_a_rollout_without_rewards_by_name_tells_how_it_ended(output: Path, capsys: pytest.CaptureFixture) -> None:
+    write_samples(output, record(1, 0.5) | {"reward_parts": {}})
+    rollouts.main([str(output)])
+    assert "\n  ended: stop; right answer: 4\n" in capsys.readouterr().out
+
+
 def test_texts_of_models_control_no_terminal(output: Path, capsys: pytest.CaptureFixture) -> None:
     write_samples(output, record(3, text=HOSTILE))
     assert rollouts.main([str(output), "--step", "3", "--tokens"]) == 0

@@ -105,12 +105,16 @@ def _scores(found: Any, attempt: Attempt) -> Scores:
     return [_score(each) for each in found]
 
 
+def _is_small(number: Any) -> bool:
+    return -LARGEST_SCORE <= number <= LARGEST_SCORE
+
+
 def _score(found: Any) -> Score:
     if found is None:
         return None
     # numpy's truth values are no numbers to Python, whose whole numbers may be larger than any float.
     number = float(found) if isinstance(found, np.floating | np.integer | np.bool_) else found
-    if not isinstance(number, Real) or not -LARGEST_SCORE <= number <= LARGEST_SCORE:
+    if not isinstance(number, Real) or not _is_small(number):
         raise TaskFailed(
             f"a reward must be a finite number of at most {LARGEST_SCORE:g} in size, or None, got {found!r:.60}"
         )

@@ -107,6 +107,8 @@ class Task:
     """Part of the seeds: a step may have a prompt twice, at the end of an epoch and at the beginning of the next."""
     again: int = 0
     """Part of the seeds."""
+    repeat: int = 0
+    """Part of the seeds: number of times that the step has had the prompt in this epoch before."""
     aside: bool = False
     """Whether it begins only as long as such tasks are at most a share of what is under way."""
 
@@ -143,7 +145,7 @@ class Task:
         rollout.sequence, rollout.first_turn, rollout.first_sampled = sequence, turns, sampled
 
     def unfork(self, rollout: Rollout) -> None:
-        """Goes back to the sequence before the last one, in which there is no response."""
+        """Replaces the last sequence of an attempt, in which there is no response, by the one before."""
         before = self.earlier(rollout)[-1]
         for each in fields(Rollout):
             setattr(rollout, each.name, getattr(before, each.name))
@@ -422,5 +424,6 @@ class Turns:
             step=task.step,
             epoch=task.epoch,
             again=task.again,
+            repeat=task.repeat,
             turn=turn,
         )

@@ -170,16 +170,18 @@ class Attempts:
         step: int,
         epoch: int = 0,
         again: int = 0,
+        repeat: int = 0,
         sampling: SamplingParams | None = None,
         aside: bool = False,
     ) -> Task:
         """Returns a task to attempt `group`; see `generate`.
 
         Args:
+            repeat: see `Task`.
             aside: whether only `finish` returns it, and it begins only as long as such tasks are a small share.
         """
         sampling = sampling or self.rollout.setup.rollout.sampling()
-        return Task(group=group, sampling=sampling, step=step, epoch=epoch, again=again, aside=aside)
+        return Task(group=group, sampling=sampling, step=step, epoch=epoch, again=again, repeat=repeat, aside=aside)
 
     def start(self, tasks: list[Task]) -> None:
         """Begins the attempts of some groups, which `next` returns, or `finish` if they are aside."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 import numpy as np
@@ -107,6 +107,8 @@ class Task:
     """Part of the seeds: a step may have a prompt twice, at the end of an epoch and at the beginning of the next."""
     again: int = 0
     """Part of the seeds."""
+    repeat: int = 0
+    """Part of the seeds: number of times that the step has had the prompt in this epoch before."""
     aside: bool = False
     """Whether it begins only as long as such tasks are at most a share of what is under way."""
 
@@ -142,15 +144,27 @@ class Task:
             setattr(rollout, name, value)
         rollout.sequence, rollout.first_turn, rollout.first_sampled = sequence, turns, sampled
 
+    def unfork(self, rollout: Rollout) -> None:
+        """Replaces the last sequence of an attempt, in which there is no response, by the one before."""
+        before = self.earlier(rollout)[-1]
+        for each in fields(Rollout):
+            setattr(rollout, each.name, getattr(before, each.name))
+        self._forget([before])
+
     def forget_earlier(self, rollout: Rollout) -> None:
         """Forgets the earlier sequences of an attempt, which begins again."""
+        self._forget(
+            [
+                each
+                for each, progress in self.pairs()
+                if progress.ended == FORKED and each.sample_index == rollout.sample_index
+            ]
+        )
+
+    def _forget(self, sequences: Sequence[Rollout]) -> None:
         assert isinstance(self.progress, list)
-        mine = [
-            place
-            for place, (each, progress) in enumerate(self.pairs())
-            if progress.ended == FORKED and each.sample_index == rollout.sample_index
-        ]
-        for place in reversed(mine):
+        gone = {id(each) for each in sequences}
+        for place in reversed([place for place, each in enumerate(self.group.rollouts) if id(each) in gone]):
             del self.group.rollouts[place], self.progress[place]
 
     def finished(self) -> list[Rollout]:
@@ -263,6 +277,8 @@ class Turns:
                     verdict = await self._converse(task, rollout, progress, sample)
             except SessionFailed as failure:
                 verdict, reason = self._after(failure, progress), DropReason.FAILED
+                if verdict is Verdict.TRAIN and progress.waits_for == WaitsFor.ENGINE:
+                    self._to_last_response(task, rollout, progress)
                 rollout.ending = str(failure.trouble)
                 if rollout.num_turns > len(rollout.records):
                     record_turn(rollout, trouble=str(failure.trouble))
@@ -278,6 +294,21 @@ class Turns:
                 await self._sides.score(rollout)
                 return DONE
             return reason
+
+    def _to_last_response(self, task: Task, rollout: Rollout, progress: Progress) -> None:
+        """Leaves an attempt, which is judged, as it was when its last whole response had ended: half a response, of an
+        interrupted attempt, is none."""
+        half = rollout.num_tokens - progress.begun
+        progress.begun = 0
+        whole = [end for _, end in rollout.turns if end <= half]
+        if not whole and rollout.sequence:
+            task.unfork(rollout)
+            return
+        rollout.cut(whole[-1] if whole else half)
+        if whole and rollout.records:
+            rollout.finish_reason = FinishReason(rollout.records[-1].finish_reason)
+            start, end = rollout.turns[-1]
+            rollout.text = self._sides.decode(rollout.token_ids[start:end].tolist())
 
     def _after(self, failure: SessionFailed, progress: Progress) -> Verdict:
         """Returns what becomes of an attempt whose environment has failed."""
@@ -393,5 +424,6 @@ class Turns:
             step=task.step,
             epoch=task.epoch,
             again=task.again,
+            repeat=task.repeat,
             turn=turn,
         )

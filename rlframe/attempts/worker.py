@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +73,8 @@ class RunnerSetup:
     """Greatest number of tokens of a sequence that engine and trainer take."""
     aside_share: float = 1.0
     """Greatest fraction of the attempts under way that are of tasks aside."""
+    end_token_ids: Sequence[int] = ()
+    """Tokens at which the engines end a turn."""
     folder: str
     """The driver's working folder, to which paths in the configuration are relative."""
 
@@ -202,7 +204,7 @@ class RunnerWorker(Worker, RunnerCalls):
         self._sessions = SessionPool(
             Setup(environment=setup.environment, folder=setup.folder, sources=dict(outside.SOURCES))
         )
-        language = Renderer(words, setup.rendering, data=setup.data)
+        language = Renderer(words, setup.rendering, data=setup.data, end_token_ids=setup.end_token_ids)
         if issubclass(component, Agent):
             from rlframe.attempts.endpoint.agents import Agents
             from rlframe.attempts.endpoint.server import Server

@@ -327,6 +327,16 @@ class Rollout(ByValue):
         self._extend(completion.token_ids, sampled=True, logprobs=completion.logprobs, versions=completion.versions)
         self.finish_reason = completion.finish_reason
 
+    def cut(self, length: int) -> None:
+        """Forgets the tokens from the one with index `length` on."""
+        self.input = ModelInput(self.token_ids[:length])
+        for name in ("loss_mask", "rollout_logprobs", "versions"):
+            setattr(self, name, getattr(self, name)[:length])
+        if self.token_rewards is not None:
+            self.token_rewards = self.token_rewards[:length]
+        if self.routes is not None:
+            self.routes = self.routes[: length - 1]
+
     def credit(self, reward: float) -> None:
         """Adds a reward to the last token that the policy sampled: the reward of the turn that it ends."""
         (sampled,) = np.nonzero(self.loss_mask)

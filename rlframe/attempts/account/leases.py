@@ -1,5 +1,6 @@
 """Leases: prompts taken from the stream and not yet accounted for."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout
 
 NUM_LEASES = "num_leases"
+DEALT = "dealt_in_step"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,12 +26,14 @@ class Lease:
     """Part of the seeds: the step that a synchronous run would train it in."""
     again: int = 0
     """Part of the seeds: number of times that the step has sampled before."""
+    repeat: int = 0
+    """Part of the seeds: number of times that the step has had this prompt in this epoch before, as a stream may."""
     version: int
     """Policy version when its attempts began. No token is older."""
 
     def description(self) -> dict[str, Any]:
         """Returns everything but the prompt, as plain JSON values."""
-        return {name: getattr(self, name) for name in ("ordinal", "epoch", "step", "again", "version")}
+        return {name: getattr(self, name) for name in ("ordinal", "epoch", "step", "again", "repeat", "version")}
 
     @property
     def group_id(self) -> str:
@@ -94,6 +98,10 @@ class Leases:
         self.prompts, self.ledger, self.curriculum = prompts, ledger, curriculum
         self.num_taken = 0
         """Number of leases taken so far: the ordinal of the next one."""
+        self._sampling = (0, 0)
+        """The step and `again` of the last lease."""
+        self._dealt: Counter[str] = Counter()
+        """Number of leases with these of each prompt in each epoch."""
 
     def take(
         self, count: int, *, step: int, again: int = 0, version: int, trained_at: int | None = None
@@ -116,8 +124,27 @@ class Leases:
             if self.curriculum and self.curriculum.passes_over(prompt):
                 self.ledger.dropped(ordinal, DropReason.PASSED_OVER, [])
                 continue
-            leases.append(Lease(ordinal=ordinal, prompt=prompt, epoch=epoch, step=step, again=again, version=version))
+            repeat = self._repeat(f"{epoch} {prompt.id}", step=step, again=again)
+            leases.append(
+                Lease(
+                    ordinal=ordinal,
+                    prompt=prompt,
+                    epoch=epoch,
+                    step=step,
+                    again=again,
+                    repeat=repeat,
+                    version=version,
+                )
+            )
         return leases
+
+    def _repeat(self, name: str, *, step: int, again: int) -> int:
+        """Returns how many leases of a step had this prompt before."""
+        if self._sampling != (step, again):
+            self._sampling = (step, again)
+            self._dealt.clear()
+        self._dealt[name] += 1
+        return self._dealt[name] - 1
 
     def measure(self, lease: Lease, rollouts: Sequence[Rollout]) -> None:
         """Passes on to the curriculum what the attempts of a lease were worth."""
@@ -130,9 +157,12 @@ class Leases:
 
     def state(self) -> dict[str, Any]:
         """Returns the position as plain JSON values."""
-        return self.prompts.state() | {NUM_LEASES: self.num_taken}
+        dealt = {"sampling": list(self._sampling), "times": dict(self._dealt)}
+        return self.prompts.state() | {NUM_LEASES: self.num_taken, DEALT: dealt}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to a position. Those of releases without leases have no number of them, and begin at 0."""
         self.num_taken = int(state.get(NUM_LEASES, 0))
-        self.prompts.restore({key: value for key, value in state.items() if key != NUM_LEASES})
+        dealt = state.get(DEALT, {"sampling": [0, 0], "times": {}})
+        self._sampling, self._dealt = tuple(dealt["sampling"]), Counter(dealt["times"])
+        self.prompts.restore({key: value for key, value in state.items() if key not in (NUM_LEASES, DEALT)})

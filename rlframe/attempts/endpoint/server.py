@@ -31,13 +31,14 @@ class Server:
         self._last = 0
         self._port = 0
         self._runner: web.AppRunner | None = None
-        self._starting = asyncio.Lock()
+        self._started: asyncio.Task[None] | None = None
 
     async def open(self, desk: Desk, *, seed: int) -> tuple[int, Endpoint]:
         """Returns the number and the endpoint of an attempt, whose calls `desk` answers until `close`."""
-        async with self._starting:
-            if self._runner is None:
-                await self._start()
+        if self._started is None:
+            self._started = asyncio.get_running_loop().create_task(self._start())
+        # The others wait for it too if this attempt is cancelled.
+        await asyncio.shield(self._started)
         self._last += 1
         self._desks[self._last] = desk
         url = f"http://{_in_url(self._host)}:{self._port}/attempts/{self._last}/v1"
@@ -49,6 +50,8 @@ class Server:
 
     async def stop(self) -> None:
         """Ends the server."""
+        if self._started is not None:
+            await asyncio.wait([self._started])
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -61,7 +61,7 @@ class Renderer:
         """
         Args:
             data: settings with which prompts are rendered.
-            end_token_ids: tokens at which engines end a turn, besides special tokens.
+            end_token_ids: tokens at which engines end a turn. Those count that no tokenizer joins with other text.
 
         Raises:
             SettingError: the template does not tell the form of reasoning.
@@ -73,8 +73,8 @@ class Renderer:
         # Without tools there are no calls to read.
         self._format: Format = NoCalls() if isinstance(self._chosen, SettingError) else self._chosen
         inside = {*self._format.markers, *(self._style.markers if self._style else ())}
-        named = {str(tokenizer.convert_ids_to_tokens(number)): number for number in end_token_ids}
-        ends = {**special_tokens(tokenizer), **named}
+        added = tokenizer.added_tokens_decoder
+        ends = special_tokens(tokenizer) | {added[each].content: each for each in end_token_ids if each in added}
         self._ends = {token: ends[token] for token in sorted(ends, key=len, reverse=True) if token not in inside}
 
         self._proved: set[str] = set()

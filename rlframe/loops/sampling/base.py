@@ -82,7 +82,7 @@ class Sampler(ABC):
         return groups
 
     def _task(self, lease: Lease, group: Group) -> Task:
-        return self.attempts.task(group, step=lease.step, epoch=lease.epoch, again=lease.again)
+        return self.attempts.task(group, step=lease.step, epoch=lease.epoch, again=lease.again, repeat=lease.repeat)
 
     def score(self, groups: Iterable[Group]) -> None:
         """Scores attempted groups by the reward model, if there is one."""

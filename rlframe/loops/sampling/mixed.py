@@ -172,7 +172,8 @@ def responses(
             which it has never learnt.
 
     Raises:
-        DataError: a record does not end with the assistant, or is too long with its response.
+        DataError: a record does not end with the assistant, is too long with its response, or has a message of another
+            weight than 0 or 1.
     """
     found = load(config, seed=seed, understand=ExampleSource.understand)
     conversations = {conversation.id: conversation for part in found.train for conversation in part}
@@ -186,6 +187,12 @@ def responses(
         )
         for prompt in prompts.first(len(prompts))
     }
+    for name, example in examples.items():
+        if len(others := example.weights[~np.isin(example.weights, (0, 1))]):
+            raise DataError(
+                f"{conversations[name].record.where}: expected messages of weight 0 or 1, learned like responses that "
+                f"the policy samples, found the weight {others[0]:g}; give 0 or 1"
+            )
     most, limit, hint = max_tokens, "train.max_tokens_per_microbatch", "raise the limit, or remove them from the data"
     if max_positions is not None and max_positions < max_tokens:
         most, limit, hint = max_positions, "the model's positions", "remove them from the data, or shorten them"

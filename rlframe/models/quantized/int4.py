@@ -40,6 +40,12 @@ class Int4(Quantization):
         )
 
     def read(self, names: Sequence[str], stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        columns = stored[0].shape[-1] * PER_WORD
+        if columns % self.group:
+            raise CheckpointError(
+                f"tensor {names[0]} must have a multiple of group_size={self.group} columns, got {columns}: the file "
+                "is garbled, or quantization_config in config.json is that of another model"
+            )
         weight = super().read(names, stored, dtype)
         if stored[2].tolist() != list(weight.shape):
             said = f"tensor {names[2]} says {stored[2].tolist()}, and {names[0]} holds {list(weight.shape)}"

@@ -23,7 +23,7 @@ from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.engine import ProfilesItself
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.engine import CACHE, WEIGHTS, ServedEngine, taken
-from rlframe.rollout.served.pending import PendingRequest
+from rlframe.rollout.served.pending import PendingRequest, spelled
 from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.sglang.border import Answer, EngineHost, SchedulerRank
 from rlframe.rollout.sglang.config import SglangConfig
@@ -127,6 +127,11 @@ class SglangEngine(ServedEngine, ProfilesItself):
         pending.take(*self._whole(pending.name, answer))
         pending.routes = answer.routes
         pending.finish(answer.finish_reason)
+        # The host has searched the tokens of its answer only.
+        first = len(answer.token_ids) + 1
+        count = spelled(pending.token_ids, first=first, request=pending.request, tokenizer=self.tokenizer)
+        if count is not None:
+            pending.stop_at(count)
 
     def _generate(self, pending: PendingRequest) -> "Future[Answer]":
         """Sends a request and returns the future of its answer."""

@@ -220,8 +220,16 @@ def runner_setup(parts: Parts, engines: RolloutGroup, *, rewarded: bool) -> Runn
         max_calls=engines.max_calls,
         max_positions=_max_positions(parts, engines),
         aside_share=parts.config.evaluation.share,
+        end_token_ids=_end_token_ids(parts, engines),
         folder=os.getcwd(),
     )
+
+
+def _end_token_ids(parts: Parts, engines: RolloutGroup) -> list[int]:
+    """Returns the tokens at which the engines end a turn. None are needed where nothing follows a response."""
+    if not answers(parts.config.environment):
+        return []
+    return tokenizer.stop_token_ids(resolve(engines.setup.model), parts.tokenizer)
 
 
 def _max_positions(parts: Parts, engines: RolloutGroup) -> int:

@@ -1,16 +1,19 @@
 """Environments that answer at once, and those that answer later: what attempts and engines see of them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlframe.attempts.account.ledger import DropReason
+from rlframe.attempts.dialogue import Answer
 from rlframe.attempts.runner import Ended, News, Runner
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.attempts.turns import Event, Sides, Task, WaitsFor
 from rlframe.environments.config import EnvironmentConfig, Verdict
+from rlframe.ops.packing import pack
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, Rollout, SamplingParams
@@ -159,3 +162,74 @@ def test_an_attempt_whose_environment_begins_otherwise_begins_anew_also_before_i
     (ended,) = news.ended
     assert not ended.lost and news.events == {Event.BEGUN_ANEW: 1}
     assert [each.token_ids.tolist() for each in ended.group.rollouts] == [[1, 2, 3, 9, 5, 9]]
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ((), None),
+        ((5,), [[1, 2, 9]]),
+        ("fork", [[1, 2, 9]]),
+    ],
+)
+@pytest.mark.parametrize("sampled", [(), (8, 8)])
+def test_half_a_response_is_not_judged_where_the_environment_of_a_resumed_attempt_fails(
+    before: Any, expected: list[list[int]] | None, sampled: tuple[int, ...]
+) -> None:
+    judged: list[Rollout] = []
+
+    async def broken(rollout: Rollout, **named: Any) -> Observing:
+        raise SessionFailed(Trouble.RAISED, "no session left")
+
+    async def score(rollout: Rollout) -> None:
+        judged.append(rollout)
+
+    async def never(requests: list[GenerationRequest]) -> list[Completion]:
+        raise AssertionError("nothing is sampled")
+
+    def said(tokens: Sequence[int], at: int, reason: FinishReason) -> Completion:
+        count = len(tokens)
+        routes = np.zeros((at + count - 1, 1, 1), np.uint8)
+        return Completion(
+            token_ids=tokens, logprobs=[-1.0] * count, versions=[0] * count, finish_reason=reason, routes=routes
+        )
+
+    async def run() -> News:
+        prompt = Prompt(id="p", text="", input=ModelInput((1, 2)))
+        task = Task(group=Group.begin("0", prompt, 1), sampling=SamplingParams(max_tokens=4), step=1).begun()
+        (rollout,), (progress,) = task.group.rollouts, task.progress
+        if before:
+            rollout.append(said([9], 2, FinishReason.STOP))
+            rollout.text = "[9]"
+            Answer(messages=[{"role": "assistant", "content": "9"}], reward=1.0).note(rollout)
+            if before == "fork":
+                task.fork(rollout, ModelInput((1, 2, 6)))
+            else:
+                rollout.observe(before)
+            progress.turn = 1
+        if sampled:
+            rollout.append(said(sampled, rollout.num_tokens, FinishReason.ABORT))
+            rollout.text, progress.begun = str(list(sampled)), len(sampled)
+        sides = Sides(decode=str, open=broken, score=score)
+        runner = Runner(
+            [never],
+            sides,
+            run_seed=0,
+            max_calls=1,
+            max_positions=64,
+            attempt_timeout_s=1e6,
+            environment=EnvironmentConfig(on_failure=Verdict.TRAIN),
+        )
+        runner.start([task], version=0)
+        return await runner.news(1.0)
+
+    (ended,) = simulated(run()).ended
+    if expected is None:
+        assert list(ended.lost) == [DropReason.FAILED] and not judged
+        return
+    assert not ended.lost and [each.token_ids.tolist() for each in ended.group.rollouts] == expected
+    (rollout,) = judged
+    assert rollout.finish_reason is FinishReason.STOP and rollout.text == "[9]" and rollout.ending == "raised"
+    assert rollout.num_turns == len(rollout.records) == 1 and rollout.total_reward == 1.0
+    batch = pack([ended.group])
+    assert batch.routes is not None and len(rollout.messages) == 1

@@ -94,6 +94,12 @@ def test_int4_by_hand() -> None:
     assert weight[0, 8:].tolist() == [2.0, -16.0, -16.0, -16.0, -16.0, -16.0, -16.0, 0.0]
 
 
+def test_int4_whose_columns_are_no_whole_groups_is_refused() -> None:
+    stored = [torch.zeros(3, 4).int(), torch.ones(3, 2).to(BFLOAT16), torch.tensor([3, 32])]
+    with pytest.raises(CheckpointError, match="tensor a_packed must have a multiple of group_size=24 columns, got 32"):
+        Int4(24).read(["a_packed", "a_scale", "a_shape"], stored, BFLOAT16)
+
+
 def test_fp8_equals_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: PLC0415 - takes seconds
 

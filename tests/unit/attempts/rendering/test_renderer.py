@@ -242,3 +242,19 @@ def test_tokens_that_no_vocabulary_has_are_no_error() -> None:
     said = [unknown, *ids_of("yes"), unknown]
     assert renderer.parse(said).message == {"role": "assistant", "content": "yes"}
     assert text_of(renderer.follow(HELLO, said, MORE)) == "<end>\n<user>more<end>\n<assistant>"
+
+
+def test_an_end_of_turns_that_is_no_special_token_is_one_if_engines_stop_there() -> None:
+    plain = PLAIN.replace("<end>", "<over>").replace("<{{ message.role }}>", "{{ message.role }}: ")
+    tokenizer = tokenizer_with(plain.replace("<assistant>", "assistant: "))
+    tokenizer.add_tokens([AddedToken("<over>", special=False, normalized=False)])
+    end = tokenizer.convert_tokens_to_ids("<over>")
+    with pytest.raises(DataError, match="expected a special token to end a turn"):
+        Renderer(tokenizer, RenderingConfig(), data=DataConfig()).follow(HELLO, [*ids_of("yes"), end], MORE)
+    # A config.json may name a token that its tokenizer has not, and one that is part of words.
+    ends = [end, len(tokenizer) + 7, *ids_of("s")]
+    renderer = Renderer(tokenizer, RenderingConfig(), data=DataConfig(), end_token_ids=ends)
+    assert renderer.parse([*ids_of("yes"), end]).message["content"] == "yes"
+    assert renderer.parse(ids_of("yes")).message["content"] == "yes"
+    found = renderer.follow(HELLO, [*ids_of("yes"), end], MORE)
+    assert tokenizer.decode(found) == "\nuser: more<over>\nassistant: "

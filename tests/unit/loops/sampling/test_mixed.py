@@ -125,11 +125,20 @@ def test_a_prompt_whose_response_is_too_long_is_named(tokenizer: PreTrainedToken
         responses(CONFIG, prompts, tokenizer=tokenizer, seed=0, max_tokens=64, max_positions=5)
 
 
-def test_a_response_of_weight_zero_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weight", "why"),
+    [
+        (0, "expected a response to learn, found the weight 0"),
+        (0.5, "expected .* 0 or 1, .*, found the weight 0.5; give"),
+    ],
+)
+def test_a_response_of_another_weight_than_one_is_named(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, weight: float, why: str
+) -> None:
     file = tmp_path / "a.jsonl"
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r", "weight": 0}]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r", "weight": weight}]
     file.write_text(json.dumps({"messages": turns}))
     config = DataConfig(path=str(file), evaluation_count=0)
     prompts = PromptSource(config, tokenizer=tokenizer, seed=0)
-    with pytest.raises(DataError, match="a.jsonl:1: expected a response to learn, found the weight 0"):
+    with pytest.raises(DataError, match=f"a.jsonl:1: {why}"):
         responses(config, prompts, tokenizer=tokenizer, seed=0, max_tokens=50)

@@ -215,6 +215,18 @@ def test_a_reference_without_the_adapter_that_the_policy_begins_with_is_no_fault
     assert failed(seen) == set()
 
 
+def test_a_reference_that_chooses_other_experts_than_the_replayed_ones_is_no_fault() -> None:
+    # As on a CPU in bfloat16, where the engine's router may choose another expert than the trainer's.
+    seen = clean()
+    assert seen.reference is not None
+    seen.reference.mul_(1.001)
+    assert failed(seen) == {"reference"}
+    seen.batch = replace(batch_of(seen), routes=torch.zeros(len(seen.reference), 1, 2, dtype=torch.uint8))
+    assert failed(seen) == set()
+    seen.reference.mul_(100.0)
+    assert failed(seen) == {"reference"}
+
+
 def test_a_position_counts_the_tokens_in_the_loss_before_it() -> None:
     batch = batch_of(clean())
     assert position_in_response(batch)[batch.loss_mask].tolist() == [0, 1, 0, 1, 2] * 2

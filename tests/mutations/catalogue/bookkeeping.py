@@ -122,10 +122,10 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "the version of a lease is read late",
-            "// self.prompts_per_step + 1, version=step - 1)[0]",
-            "// self.prompts_per_step + 1, version=step)[0]",
+            "step=own, version=step - 1,",
+            "step=own, version=step,",
         ),
-        ("seeds depend on when a lease begins", "step=self.leases.num_taken // self.prompts_per_step + 1", "step=step"),
+        ("seeds depend on when a lease begins", "self.leases.take(1, step=own", "self.leases.take(1, step=step"),
         (
             "more is leased than the run trains on",
             "(self.last_step - step + 1) - len(self.buffer.open)",

@@ -220,7 +220,7 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/rewards/scoring.py",
         "tests/unit/rewards/test_runner.py",
-        ("an absurd score is taken", "or abs(float(found)) > LARGEST_SCORE:", "or False:"),
+        ("an absurd score is taken", "or not _is_small(number):", "or False:"),
     ),
     *faults(
         "rlframe/loops/restarts.py",

@@ -218,7 +218,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     found = {}
     for world in sorted({parsed(layout).world for layout, _ in selected}):
         cases = [case for case in selected if parsed(case[0]).world == world]
-        ranks = run_distributed(on_rank, world, [(layout, str(folders[name])) for layout, name in cases])
+        # Some hundred trainers, one after the other: minutes on a machine that is slow or has other work.
+        ranks = run_distributed(on_rank, world, [(layout, str(folders[name])) for layout, name in cases], timeout_s=900)
         for index, case in enumerate(cases):
             found[case] = references[case[1]], folders[case[1]], [rank[index] for rank in ranks]
     return found

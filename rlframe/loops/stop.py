@@ -110,23 +110,23 @@ class Stop:
 
     def _signalled(self, number: int, _: Any) -> None:
         name = NAMES[signal.Signals(number)]
-        self.code, self.signalled = self.code or 128 + number, True
-        if self._raised:
+        again, self.signalled = self.signalled, True
+        self.code = self.code or 128 + number
+        if self._raised and again:
             os._exit(self.code)
-        if self._asked_by:
+        self._asked_by = f"{self._asked_by}, then {name}" if self._asked_by else f"stopped by {name}"
+        if again:
             self.at_once = True
-            self._end(
-                f"{self._asked_by}, then {name}: ended at once; the same command resumes from the last checkpoint"
-            )
-        self._asked_by = f"stopped by {name}"
+            self._end(f"{self._asked_by}: ended at once; the same command resumes from the last checkpoint")
         if self._step is None:
             self._end(f"{self._asked_by} {self.outside_steps}")
         if self.patience_s <= 0:
             self._late()
+        then = "is then saved" if self._saves else "the run then ends"
         what = (
             "is being saved, and the run then ends"
             if self._in_time
-            else f"may take another checkpoint.on_signal_s={self.patience_s:g} s and is then saved"
+            else f"may take another checkpoint.on_signal_s={self.patience_s:g} s and {then}"
         )
         # Not through sys.stderr, which the signal may have interrupted in the middle of a write.
         os.write(2, f"\n{name}: step {self._step} {what}; a second signal ends the run at once\n".encode())

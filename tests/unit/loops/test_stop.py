@@ -193,6 +193,32 @@ def test_the_second_signal_does_not_wait_for_a_checkpoint(tmp_path: Path, handle
     checkpoints.abandon()
 
 
+@pytest.mark.parametrize(("saves", "then"), [(True, "and is then saved"), (False, "and the run then ends")])
+def test_the_first_signal_lets_a_step_finish_that_is_the_last_already(
+    saves: bool, then: str, handlers: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop, saved = Stop(patience_s=9), []
+    stop.listen()
+    with pytest.raises(Stopped):
+        for step in stop.steps(1, 4, settle=nothing):
+            stop.ask("good enough", code=0, saves=saves)
+            signalled()
+            saved.append(stop.begins_save(step, due=False))
+    assert saved == [saves] and stop.code == 143 and not stop.at_once
+    assert stop.sentence.startswith(f"good enough, then SIGTERM: {'saved' if saves else 'ended'} after step 1 of 4")
+    assert f"SIGTERM: step 1 may take another checkpoint.on_signal_s=9 s {then}; a second" in capfd.readouterr().err
+
+
+def test_the_first_signal_behind_the_end_that_a_callback_wanted_does_not_kill(handlers: None) -> None:
+    stop = Stop(patience_s=9)
+    stop.listen()
+    with pytest.raises(Stopped):
+        for _ in stop.steps(1, 4, settle=nothing):
+            stop.ask("good enough", code=0)
+    with pytest.raises(Stopped, match="good enough, then SIGTERM between steps"):
+        signalled()
+
+
 def test_a_run_that_a_callback_stops_has_not_failed() -> None:
     by_signal, error = Stopped("stopped by SIGTERM", 143), LookupError()
     assert failure(None) is None and failure(Stopped("good enough: saved after step 2 of 9", 0)) is None

@@ -28,7 +28,7 @@ class Recompute(StrEnum):
 
 
 class RecomputeMethod(StrEnum):
-    """Grouping of the layers of a pipeline stage for recompute=full."""
+    """Grouping of the layers of each chunk of a pipeline stage for recompute=full."""
 
     UNIFORM = "uniform"
     """Groups of recompute_options.layers layers, of which only the input is kept."""
@@ -231,7 +231,7 @@ class RecomputeConfig:
     """Details of `train.recompute`."""
 
     method: RecomputeMethod = RecomputeMethod.UNIFORM
-    """For full: grouping of the layers of a pipeline stage."""
+    """For full: grouping of the layers of each chunk of a pipeline stage."""
     layers: Annotated[int, Range(1, 10_000)] = 1
     """For full: number of layers of a group (uniform), or number of recomputed layers (block)."""
     modules: list[str] = field(default_factory=list)

@@ -45,6 +45,7 @@ from rlframe.models.adapters import key
 from rlframe.weight_sync.layout.boxes import Box, in_one_run
 from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
 
+EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT_SUM = "sum_over_expert_tensor_ranks"
 """Attribute of the parameters whose gradients `sum_over_expert_ranks` sums."""
 
@@ -211,14 +212,15 @@ def attach(
         parameter.requires_grad_(False)
         # The head for multi-token prediction stays as loaded: engines add adapters to the model's own layers only.
         tensors = {} if in_head(name) else by_parameter.get(name, {})
-        if tensors and all(config.saves(tensor, name) for tensor in tensors):
+        home = _home(name, modules[0])
+        if tensors and all(config.saves(tensor, home) for tensor in tensors):
             parameter.requires_grad_(True)
             _save_whole(lora, name, parameter, tensors, layout)
             continue
         chosen = [
             LoraSlice.of(boxes, layout.tensors[tensor], parameter.shape[1])
             for tensor, boxes in tensors.items()
-            if config.adapts(tensor, name, dimensions=len(layout.tensors[tensor]))
+            if config.adapts(tensor, home, dimensions=len(layout.tensors[tensor]))
         ]
         if chosen:
             lora.adapters[name] = Adapter(config, parameter, chosen, expert=in_experts(name))
@@ -229,6 +231,13 @@ def attach(
     for module in modules:
         _hook(lora, module, {id(named[name]): adapter for name, adapter in lora.adapters.items()})
     return lora
+
+
+def _home(name: str, module: GPTModel) -> str:
+    """Returns the name by which settings know a parameter. The last stage's copy of a tied embedding is the embedding,
+    so that both are trained or neither is: Megatron sums their gradients."""
+    tied = module.share_embeddings_and_output_weights and name.endswith(HEAD_WEIGHT)
+    return EMBEDDING_WEIGHT if tied else name
 
 
 def _save_whole(

@@ -254,7 +254,7 @@ TOPICS = {
     check_teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
     loop.reference: {"algorithm", "train", "steps"},
     loop.distillation: {"algorithm", "rollout"},
-    loop.checkpoint: {"checkpoint", "algorithm", "output", "mode"},
+    loop.checkpoint: {"checkpoint", "algorithm", "output", "mode", "train"},
     loop.best_metric: {"checkpoint", "data", "evaluation", "algorithm", "rollout"},
     replay.faults: {"model", "rollout", "algorithm", "train", "checkpoint", "prompts_per_step", "steps", "output"},
     loop.offline: {"algorithm", "train"},

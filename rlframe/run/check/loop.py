@@ -205,11 +205,11 @@ def distillation(run: RunConfig) -> Iterator[Fault]:
 
 
 def checkpoint(run: RunConfig) -> Iterator[Fault]:
-    """Checks that the checkpoint to start from exists, unless the run goes on from one of its own and needs no
-    reference."""
+    """Checks that the checkpoint to start from exists, unless the run goes on from one of its own and needs neither a
+    reference nor the base of adapters."""
     algorithm = algorithm_of(run)
     goes_on = any(named_checkpoints(run.folder / "checkpoints"))
-    keeps_first_weights = algorithm.needs_reference or algorithm.precomputes_reference
+    keeps_first_weights = algorithm.needs_reference or algorithm.precomputes_reference or run.train.lora
     if run.checkpoint.start_from is None or (goes_on and not keeps_first_weights):
         return
     folder = Path(run.checkpoint.start_from).expanduser()

@@ -17,6 +17,7 @@ from rlframe.megatron.config.options import (
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.families.base import Architecture
+from rlframe.models.stages import chunk_layers
 from rlframe.utils.faults import Fault, shown
 
 MTP = "train.mtp.mode"
@@ -156,17 +157,23 @@ def _dense_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fa
 
 
 def _recompute_faults(train: TrainConfig, parallel: Parallel, architecture: Architecture) -> Iterator[Fault]:
-    layers, stage = train.recompute_options.layers, -(-architecture.num_layers // parallel.pp)
-    if layers > stage:
+    layers = train.recompute_options.layers
+    try:
+        chunks = chunk_layers(architecture.num_layers, **parallel.stages)
+    except ValueError:
+        # The layout does not fit the model, which is a fault of its own.
+        return
+    undivided = [count for count in chunks if count % layers]
+    if layers > max(chunks):
         yield Fault(
             "train.recompute_options.layers",
-            f"must be at most the {stage} layers of a pipeline stage of {architecture.model_type}",
+            f"must be at most the {max(chunks)} layers of a chunk of a pipeline stage of {architecture.model_type}",
             got=layers,
         )
-    elif train.recompute_options.method is RecomputeMethod.UNIFORM and stage % layers:
+    elif train.recompute_options.method is RecomputeMethod.UNIFORM and undivided:
         yield Fault(
             "train.recompute_options.layers",
-            f"must divide the {stage} layers of a pipeline stage with method=uniform",
+            f"must divide the {undivided[0]} layers of a chunk of a pipeline stage with method=uniform",
             got=layers,
             hint="or use method=block",
         )

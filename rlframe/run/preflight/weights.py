@@ -109,7 +109,8 @@ class Counter:
                 trained_dense=dense - frozen - still[0], trained_experts=experts - still[1],
             )  # fmt: skip
         adapters = [self._adapters(parallel, lora, layer) for layer in layers]
-        trained_dense, trained_experts, adapted = (sum(values) for values in zip(*adapters, strict=True))
+        # A stage may have no layer.
+        trained_dense, trained_experts, adapted = map(sum, zip(*adapters, strict=True)) if adapters else (0, 0, 0)
         return StageWeights(
             stage=stage, layers=layers, dense=dense, experts=experts, head=head, trained_dense=trained_dense,
             trained_experts=trained_experts, adapted=adapted,

@@ -39,6 +39,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3_moe", "layout": "d2|ffn:d1t2", "load": True},
     {"model": "qwen3_tied", "layout": "d1c2", "new": True},
     {"model": "qwen3_tied", "layout": "d1p2", "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    # Megatron's name, which the last stage's copy of the embedding has not.
+    {"model": "qwen3_tied", "layout": "d1p2", "target_modules": ["q_proj"], "modules_to_save": ["word_embeddings"]},
     # No dense parameter is trained, and on the first stage nothing at all.
     {"model": "qwen3_moe", "layout": "d2e2", "target_modules": ["gate_proj", "up_proj", "down_proj"]},
     {"model": "qwen3", "layout": "d1p2", "target_modules": ["lm_head"]},
@@ -62,12 +64,13 @@ def adapter_of(case: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[s
     """Random A and B for the matrices that the case means, and random values for what is trained in full, by PEFT's
     names: chosen here by hand, not by the code under test."""
     generator = torch.Generator().manual_seed(5)
-    words = {"linear_fc1": ("gate_proj", "up_proj")}
+    words = {"linear_fc1": ("gate_proj", "up_proj"), "word_embeddings": ("embed_tokens",)}
     targets = [word for name in case.get("target_modules", ["_proj"]) for word in words.get(name, (name,))]
+    trained = [word for name in case.get("modules_to_save", []) for word in words.get(name, (name,))]
     values = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
-        if any(module.endswith(f".{saved}") for saved in case.get("modules_to_save", [])):
+        if any(module.endswith(f".{saved}") for saved in trained):
             values[f"base_model.model.{name}"] = tensor + torch.randn(tensor.shape, generator=generator) * 0.05
         elif kind == "weight" and any(module.endswith(word) for word in targets):
             if any(module.endswith(word) for word in case.get("exclude_modules", [])):

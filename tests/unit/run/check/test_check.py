@@ -361,12 +361,13 @@ def test_a_users_reward_must_not_need_a_field_that_no_record_has(model: str, tmp
     assert ", got promt, which no record of " in fault and fault.endswith("; did you mean prompt?")
 
 
-def test_a_resumed_run_needs_what_it_started_from_for_its_reference_only(model: str, tmp_path: Path) -> None:
+def test_a_resumed_run_needs_what_it_started_from_for_reference_and_adapters_only(model: str, tmp_path: Path) -> None:
     gone = [f"output={tmp_path / 'run'}", f"checkpoint.start_from={tmp_path / 'gone'}"]
     (tmp_path / "run/checkpoints/step-00000100").mkdir(parents=True)
     assert faults(model, *gone) == []
-    (fault,) = faults(model, *gone, "algorithm.kl_coefficient=0.1")
-    assert fault.startswith("checkpoint.start_from must be the folder")
+    for needs in ("algorithm.kl_coefficient=0.1", "train.lora={}"):
+        (fault,) = faults(model, *gone, needs)
+        assert fault.startswith("checkpoint.start_from must be the folder"), needs
 
 
 @pytest.mark.parametrize(

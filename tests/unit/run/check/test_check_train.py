@@ -112,6 +112,15 @@ def test_options_of_experts_are_faults_of_a_dense_model(train: dict[str, Any], s
             {"recompute": "full", "recompute_options": {"layers": 4, "method": "block"}, "parallel": "d1p2"},
             "train.recompute_options.layers must be at most the 3 layers",
         ),
+        # Megatron groups the layers of each chunk.
+        (
+            {"recompute": "full", "recompute_options": {"layers": 2}, "parallel": {"pp": 3, "vpp": 2}},
+            "train.recompute_options.layers must be at most the 1 layers",
+        ),
+        (
+            {"recompute": "full", "recompute_options": {"layers": 3}, "parallel": {"pp": 2, "first_stage_layers": 2}},
+            "train.recompute_options.layers must divide the 2 layers",
+        ),
         # 384 / tp 4 = 96 is 6 * 16, and no multiple of 128.
         (
             {"fp8": {"recipe": "blockwise"}, "parallel": "d1t4"},
@@ -122,6 +131,20 @@ def test_options_of_experts_are_faults_of_a_dense_model(train: dict[str, Any], s
 def test_options_must_fit_the_models_sizes(train: dict[str, Any], start: str) -> None:
     (fault,) = faults(DENSE, **train)
     assert fault.startswith(start), fault
+
+
+@pytest.mark.parametrize(
+    ("options", "parallel"),
+    [
+        ({"layers": 2}, {"pp": 2, "first_stage_layers": 2}),
+        ({"layers": 4, "method": "block"}, {"pp": 2, "first_stage_layers": 2}),
+        ({"layers": 2}, {"pp": 4, "pipeline_layout": "Ett|tt|tt|L"}),
+    ],
+)
+def test_groups_of_recomputed_layers_need_not_divide_the_mean_of_uneven_stages(
+    options: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    assert faults(DENSE, recompute="full", recompute_options=options, parallel=parallel) == []
 
 
 @pytest.mark.parametrize(

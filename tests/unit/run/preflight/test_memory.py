@@ -64,6 +64,13 @@ def test_an_adapter_of_rank_r_has_r_numbers_for_each_row_and_column() -> None:
     assert found.adapted == 36 * (2560 * 4096 + 9728 * 2560)
 
 
+def test_a_stage_without_layers_trains_no_adapter() -> None:
+    counter = Counter(QWEN3, QWEN3.architecture(QWEN3_4B | {"num_hidden_layers": 4}))
+    parallel = Parallel(pp=3, pipeline_layout="Ett|tt|L")
+    *_, last = counter.stages(parallel, LoraConfig(rank=8))
+    assert (last.layers, last.trained_dense, last.trained_experts, last.adapted) == ((), 0, 0, 0)
+
+
 def test_states_take_eighteen_bytes_a_parameter_and_are_shared_by_the_ranks_that_hold_copies(tmp_path: Path) -> None:
     one = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1")
     parameters = 4_022_468_096

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
+import numpy as np
+
 from rlframe.types.rollout import Rollout, attempts_in, reward_of
 from rlframe.utils.bounds import Range, check_bounds
 
@@ -55,7 +57,8 @@ def flat(group: Sequence[Rollout], reward_part: str | None) -> Flat | None:
     rewards = [reward for reward in rewards if not math.isnan(reward)]
     if not rewards:
         return Flat.UNSCORED
-    if min(rewards) != max(rewards):
+    # As in a batch: rounding in a sum of parts is no signal.
+    if np.float32(min(rewards)) != np.float32(max(rewards)):
         return None
     if rewards[0] >= RIGHT:
         return Flat.ALL_RIGHT

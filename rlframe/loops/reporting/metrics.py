@@ -288,7 +288,7 @@ def rollout_metrics(groups: Sequence[Group], tokens: Tokens | None = None) -> di
             for (name, trouble), number in sorted(troubles.items())
         },
         "reward/unscored_fraction": 1 - len(rewards) / len(attempts),
-        "reward/flat_groups_fraction": sum([len(set(own)) < 2 for own in by_group]) / len(groups),
+        "reward/flat_groups_fraction": sum([len(set(map(np.float32, own))) < 2 for own in by_group]) / len(groups),
         **response_metrics(tokens),
         "rollout/truncated_fraction": [each.finish_reason for each in rollouts].count(FinishReason.LENGTH)
         / len(rollouts),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlframe.loops.config import Keep, SamplesConfig
 from rlframe.types.batch import TrainBatch
-from rlframe.types.rollout import Rollout, attempts_in, reward_of, rewards_of
+from rlframe.types.rollout import Rollout, attempts_in, rewards_of
 from rlframe.utils.files.whole import writing
 from rlframe.utils.text import json_line, printable
 
@@ -183,15 +183,15 @@ class SampleFiles:
         batch, means = chosen.batch, chosen.advantages
         groups = None if batch is None else batch.group.numpy()
         columns = _columns(chosen)
+        totals = _rewards(chosen.rollouts)
         for number, (place, why) in enumerate(chosen.places.items()):
             rollout = chosen.rollouts[place]
             record = {"step": chosen.step, "evaluation": chosen.evaluation, "kept_as": why}
-            record |= described(rollout)
+            record |= described(rollout, reward=totals[place])
             if means is not None and groups is not None:
                 members = (groups == groups[place]).nonzero()[0]
                 record["group"] = int(groups[place])
-                totals = rewards_of([chosen.rollouts[each]] for each in members.tolist())
-                record["group_rewards"] = list(map(_number, totals))
+                record["group_rewards"] = [_number(totals[each]) for each in members.tolist()]
                 record["group_advantages"] = _numbers(means[members])
                 record["group_place"] = int((members == place).argmax())
             tokens = {name: own[number] for name, own in columns.items()}
@@ -213,6 +213,12 @@ class SampleFiles:
             "versions": rollout.versions.tolist(),
             **({} if rewards is None else {"rewards": _numbers(rewards)}),
         }
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> list[float]:
+    """Returns the total reward of each rollout's attempt, which all of its sequences share."""
+    attempts = attempts_in(rollouts)
+    return [total for own, total in zip(attempts, rewards_of(attempts), strict=True) for _ in own]
 
 
 def _columns(chosen: Chosen) -> dict[str, list[list[Any]]]:
@@ -258,14 +264,18 @@ def _line(record: dict[str, Any]) -> str:
         return json_line(record)
 
 
-def described(rollout: Rollout) -> dict[str, Any]:
-    """Returns what is known of a rollout as a whole."""
+def described(rollout: Rollout, *, reward: float) -> dict[str, Any]:
+    """Returns what is known of a rollout as a whole.
+
+    Args:
+        reward: of its attempt.
+    """
     return {
         "id": rollout.prompt.id,
         "source": rollout.prompt.source,
         "sample_index": rollout.sample_index,
         "sequence": rollout.sequence,
-        "reward": _number(reward_of([rollout])),
+        "reward": _number(reward),
         "reward_parts": {name: _number(value) for name, value in rollout.reward_parts.items()},
         "reward_weights": dict(rollout.reward_weights),
         "reward_troubles": dict(rollout.reward_troubles),

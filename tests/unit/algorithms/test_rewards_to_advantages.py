@@ -16,6 +16,7 @@ from rlframe.algorithms.policy_gradient import PolicyGradient
 from rlframe.algorithms.ppo import Ppo, PpoConfig
 from rlframe.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlframe.algorithms.rloo import Rloo, RlooConfig
+from rlframe.loops.reporting.metrics import rollout_metrics
 from rlframe.ops.advantages import NormalizeBy
 from rlframe.ops.kl import KlEstimator
 from rlframe.ops.packing import pack
@@ -172,6 +173,16 @@ def test_a_group_is_flat_by_the_rewards_that_it_has() -> None:
     first, second = rollout(sequence=0), rollout(sequence=1, token_rewards=np.array([0.0, 1.0]))
     assert flat([first, second, first, second], None) is Flat.ALL_RIGHT
     assert flat([first, second, first, rollout(sequence=1)], None) is None
+
+
+def test_a_group_whose_rewards_differ_in_the_rounding_of_their_sums_alone_is_flat() -> None:
+    rewards = [0.1 + 0.2, 0.3]
+    assert rewards[0] != rewards[1]
+    rollouts = [rollout(reward=reward) for reward in rewards]
+    groups = [Group(id="0", prompt=rollouts[0].prompt, rollouts=rollouts)]
+    assert of_rollouts(Grpo(GrpoConfig(group_size=2)), pack(groups)) == [0.0, 0.0]
+    assert flat(rollouts, None) is Flat.OTHER
+    assert rollout_metrics(groups)["reward/flat_groups_fraction"] == 1.0
 
 
 @pytest.mark.parametrize("estimator", [KlEstimator.K1, KlEstimator.K2])

@@ -9,6 +9,7 @@ import torch
 
 from rlframe.loops.config import Keep, SamplesConfig
 from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose, read_samples, sample_files
+from rlframe.ops.advantages import rewards_by_sequence
 from rlframe.ops.packing import pack
 from rlframe.types.batch import TrainBatch
 from rlframe.types.input import ModelInput
@@ -85,6 +86,17 @@ def test_random_ones_are_the_same_when_a_step_is_done_again_and_others_in_anothe
 def test_an_attempt_is_kept_with_all_of_its_sequences() -> None:
     rollouts = [attempt(0, 0.0), attempt(1, 1.0), attempt(1, 1.0, sequence=1)]
     assert list(choose(SamplesConfig(keep=[Keep.BEST], of_each=1), 0, rollouts).places) == [1, 2]
+
+
+def test_each_sequence_of_an_attempt_has_the_rewards_at_the_tokens_of_all(tmp_path: Path) -> None:
+    rollouts = [attempt(0, 1.0), attempt(0, 1.0, sequence=1), attempt(1, 0.5)]
+    rollouts[0].credit(0.25)
+    rollouts[1].credit(2.0)
+    batch = pack([Group(id="0", prompt=rollouts[0].prompt, rollouts=rollouts)])
+    write(tmp_path, choose(SamplesConfig(keep=[Keep.ALL]), 1, rollouts, batch.with_advantages(torch.zeros(12))))
+    records = list(read_samples(sample_files(tmp_path)[0][2]))
+    assert [each["reward"] for each in records] == rewards_by_sequence(batch).tolist() == [3.25, 3.25, 0.5]
+    assert all(each["group_rewards"] == [3.25, 3.25, 0.5] for each in records)
 
 
 def test_every_token_has_its_numbers(tmp_path: Path) -> None:

@@ -54,11 +54,11 @@ def flat(group: Sequence[Rollout], reward_part: str | None) -> Flat | None:
         reward_of(sequences) if reward_part is None else sequences[-1].reward_parts.get(reward_part, math.nan)
         for sequences in attempts_in(group)
     ]
-    rewards = [reward for reward in rewards if not math.isnan(reward)]
+    # In the format of a batch, in which rounding of a sum of parts is no signal.
+    rewards = [np.float32(reward) for reward in rewards if not math.isnan(reward)]
     if not rewards:
         return Flat.UNSCORED
-    # As in a batch: rounding in a sum of parts is no signal.
-    if np.float32(min(rewards)) != np.float32(max(rewards)):
+    if min(rewards) != max(rewards):
         return None
     if rewards[0] >= RIGHT:
         return Flat.ALL_RIGHT

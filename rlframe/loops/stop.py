@@ -122,12 +122,11 @@ class Stop:
             self._end(f"{self._asked_by} {self.outside_steps}")
         if self.patience_s <= 0:
             self._late()
-        then = "is then saved" if self._saves else "the run then ends"
-        what = (
-            "is being saved, and the run then ends"
-            if self._in_time
-            else f"may take another checkpoint.on_signal_s={self.patience_s:g} s and {then}"
-        )
+        if self._in_time:
+            what = f"{'is being saved' if self._saved == self._step else 'has ended'}, and the run then ends"
+        else:
+            then = "is then saved" if self._saves else "the run then ends"
+            what = f"may take another checkpoint.on_signal_s={self.patience_s:g} s and {then}"
         # Not through sys.stderr, which the signal may have interrupted in the middle of a write.
         os.write(2, f"\n{name}: step {self._step} {what}; a second signal ends the run at once\n".encode())
         if not self._in_time:

@@ -45,7 +45,6 @@ from rlframe.models.adapters import key
 from rlframe.weight_sync.layout.boxes import Box, in_one_run
 from rlframe.weight_sync.layout.memory import MemoryLayout, Parameter
 
-EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT_SUM = "sum_over_expert_tensor_ranks"
 """Attribute of the parameters whose gradients `sum_over_expert_ranks` sums."""
 
@@ -236,8 +235,8 @@ def attach(
 def _home(name: str, module: GPTModel) -> str:
     """Returns the name by which settings know a parameter. The last stage's copy of a tied embedding is the embedding,
     so that both are trained or neither is: Megatron sums their gradients."""
-    tied = module.share_embeddings_and_output_weights and name.endswith(HEAD_WEIGHT)
-    return EMBEDDING_WEIGHT if tied else name
+    tied = module.share_embeddings_and_output_weights and name.endswith("output_layer.weight")
+    return "embedding.word_embeddings.weight" if tied else name
 
 
 def _save_whole(

@@ -209,7 +209,8 @@ def checkpoint(run: RunConfig) -> Iterator[Fault]:
     reference nor the base of adapters."""
     algorithm = algorithm_of(run)
     goes_on = any(named_checkpoints(run.folder / "checkpoints"))
-    keeps_first_weights = algorithm.needs_reference or algorithm.precomputes_reference or run.train.lora
+    has_reference = algorithm.needs_reference or algorithm.precomputes_reference
+    keeps_first_weights = has_reference or run.train.lora is not None
     if run.checkpoint.start_from is None or (goes_on and not keeps_first_weights):
         return
     folder = Path(run.checkpoint.start_from).expanduser()

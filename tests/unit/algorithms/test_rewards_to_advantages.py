@@ -183,6 +183,9 @@ def test_a_group_whose_rewards_differ_in_the_rounding_of_their_sums_alone_is_fla
     assert of_rollouts(Grpo(GrpoConfig(group_size=2)), pack(groups)) == [0.0, 0.0]
     assert flat(rollouts, None) is Flat.OTHER
     assert rollout_metrics(groups)["reward/flat_groups_fraction"] == 1.0
+    nearly = 0.7 + 0.2 + 0.1
+    assert nearly < 1
+    assert flat([rollout(reward=nearly), rollout(reward=1.0)], None) is Flat.ALL_RIGHT
 
 
 @pytest.mark.parametrize("estimator", [KlEstimator.K1, KlEstimator.K2])

@@ -209,6 +209,19 @@ def test_the_first_signal_lets_a_step_finish_that_is_the_last_already(
     assert f"SIGTERM: step 1 may take another checkpoint.on_signal_s=9 s {then}; a second" in capfd.readouterr().err
 
 
+def test_a_signal_while_earlier_files_are_written_says_that_the_step_is_not_saved(
+    handlers: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop = Stop(patience_s=9)
+    stop.listen()
+    with pytest.raises(Stopped):
+        for step in stop.steps(1, 4, settle=signalled):
+            stop.ask("the loss is no number", saves=False)
+            assert not stop.begins_save(step, due=False)
+    assert "SIGTERM: step 1 has ended, and the run then ends; a second signal" in capfd.readouterr().err
+    assert stop.sentence.startswith("the loss is no number, then SIGTERM: ended after step 1 of 4") and stop.code == 1
+
+
 def test_the_first_signal_behind_the_end_that_a_callback_wanted_does_not_kill(handlers: None) -> None:
     stop = Stop(patience_s=9)
     stop.listen()

@@ -17,6 +17,7 @@ FILES = {
         "megatron/model/interpreted/query_key.py",
         "megatron/model/interpreted/swiglu.py",
         "megatron/packed/interpreted/rows.py",
+        "rollout/vllm/interpreted/few_rows.py",
         "rollout/vllm/interpreted/gumbel.py",
         "rollout/vllm/interpreted/one_pass.py",
         "rollout/vllm/interpreted/shared_prompts.py",

@@ -79,6 +79,11 @@ class RecordingLoader(DefaultModelLoader):
         settings = dict(load_config.model_loader_extra_config)
         if shares(settings.pop("share_prompts", False)):
             share_prompts()
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() >= MEASURED:
+            # It needs Triton, which an engine on a CPU may lack.
+            from rlframe.rollout.vllm import few_rows
+
+            few_rows.install()
         self._random_seed: int | None = settings.pop("random_seed", None)
         self._warm_up: dict[str, Any] | None = settings.pop("warm_up", None)
         self._with_routes: bool = settings.pop("routes", False)

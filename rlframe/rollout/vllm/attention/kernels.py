@@ -6,9 +6,11 @@
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from rlframe.rollout.vllm.attention.plan import Plan, Tuning, queries_of_item
 
@@ -106,8 +108,16 @@ def _attend(
     QUERIES: tl.constexpr,
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Computes items, each for one head of keys and values."""
+    """Computes items, each for one head of keys and values.
+
+    Args:
+        DEPENDENT: whether the kernel is launched before the one ahead of it has ended.
+    """
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     query = tl.arange(0, QUERIES)
     col = tl.arange(0, SIZE)
     for work in range(tl.program_id(0), tl.load(count) * heads, programs):
@@ -157,9 +167,13 @@ def _join(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Computes one row and head of keys and values: the mean of its results, weighted with their sums. `PARTS` results
-    are read at once."""
+    are read at once. `DEPENDENT` as of `_attend`."""
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     row, head = tl.program_id(0), tl.program_id(1)
     member = tl.arange(0, HEADS)
     q_of, col = head * GROUP + member, tl.arange(0, SIZE)
@@ -218,6 +232,8 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
     tokens, warps = tokens_and_warps(tuning, size)
     parts, join_warps = parts_and_warps(num_rows, plan.heads, group, size)
     assert k.stride() == v.stride() and k.stride(-1) == q.stride(-1) == out.stride(-1) == 1, "keys beside values"
+    dependent = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    launch = {"launch_pdl": True} if dependent else {}
     _attend[(plan.programs,)](
         q,
         k,
@@ -242,8 +258,10 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         QUERIES=queries_of_item(group),
         SIZE=size,
         TOKENS=tokens,
+        DEPENDENT=dependent,
         num_stages=tuning.stages,
         num_warps=warps,
+        **launch,
     )
     _join[(num_rows, plan.heads)](
         plan.partial,
@@ -257,5 +275,7 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         HEADS=triton.next_power_of_2(group),
         SIZE=size,
         PARTS=parts,
+        DEPENDENT=dependent,
         num_warps=join_warps,
+        **launch,
     )

@@ -47,7 +47,7 @@ def test_shared_attention(size: int, group: int, queries: int) -> None:
 
     tuning = tuning_for(queries)
     tokens, warps = tokens_and_warps(tuning, size)
-    constants = {"GROUP": group, "PAGE": 16, "QUERIES": queries, "SIZE": size, "TOKENS": tokens}
+    constants = {"GROUP": group, "PAGE": 16, "QUERIES": queries, "SIZE": size, "TOKENS": tokens, "DEPENDENT": True}
     found = compiled(
         "attention.kernels", "_attend", PLAN | HALVES, constants, num_warps=warps, num_stages=tuning.stages
     )
@@ -55,6 +55,21 @@ def test_shared_attention(size: int, group: int, queries: int) -> None:
     assert found.asm["cubin"] and found.metadata.shared <= 227 << 10
     for rows in (1, 256):
         parts, warps = parts_and_warps(rows, 8, group, size)
-        constants = {"GROUP": group, "HEADS": group, "SIZE": size, "PARTS": parts}
+        constants = {"GROUP": group, "HEADS": group, "SIZE": size, "PARTS": parts, "DEPENDENT": True}
         joined = compiled("attention.kernels", "_join", JOINED, constants, num_warps=warps)
         assert joined.asm["cubin"]
+
+
+@pytest.mark.parametrize("columns", [2048, 6144, 12288])
+def test_few_rows(columns: int) -> None:
+    from rlframe.rollout.vllm.few_rows import ROWS, SMALLEST, tiles_for
+
+    tiles = tiles_for(columns, processors=132)
+    constants = {"ROWS": ROWS, "DEPTH": 2048, "COLUMNS": tiles.columns, "AT_ONCE": tiles.depth, "STAGES": tiles.stages}
+    constants |= {"BIAS": True, "DEPENDENT": True, "AHEAD": SMALLEST}
+    types = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+    found = compiled("few_rows", "_multiply", types, constants, num_warps=tiles.warps, launch_pdl=True)
+    words = ("prefetch.global", "griddepcontrol.wait", "griddepcontrol.launch")
+    order = [found.asm["ptx"].index(word) for word in words]
+    # The weights are asked for before the wait. The next kernel may begin after it.
+    assert order == sorted(order)

@@ -1,0 +1,25 @@
+"""Products of few rows through Triton's interpreter, which tests/multiprocess/test_interpreted.py runs."""
+
+import pytest
+import torch
+
+from rlframe.rollout.vllm.few_rows import MIDDLE, NARROW, ROWS, SMALLEST, WIDE, Tiles, multiply, tiles_for
+
+
+@pytest.mark.parametrize("tiles", [NARROW, MIDDLE, WIDE])
+@pytest.mark.parametrize(("rows", "with_bias"), [(1, False), (5, True), (ROWS, False)])
+def test_a_product_of_few_rows_is_torchs(tiles: Tiles, rows: int, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # The last program has fewer columns than the others. Rows lie apart, as those of a part of a tensor.
+    weight = torch.randn(tiles.columns + 7, 2 * SMALLEST, generator=generator).half()
+    x = torch.randn(rows, 3 * SMALLEST, generator=generator).half()[:, : 2 * SMALLEST]
+    bias = torch.randn(len(weight), generator=generator).half() if with_bias else None
+    expected = x.float() @ weight.float().T + (0 if bias is None else bias.float())
+    found = multiply(x, weight, bias, tiles, dependent=False)
+    assert found.shape == expected.shape and found.is_contiguous()
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("columns", "programs"), [(2048, 128), (4096, 256), (6144, 192), (12288, 384), (100, 7)])
+def test_tiles_give_each_multiprocessor_a_program(columns: int, programs: int) -> None:
+    assert -(-columns // tiles_for(columns, processors=132).columns) == programs

@@ -12,7 +12,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
-@pytest.mark.parametrize(("columns", "depth"), [(4096, 2048), (2048, 2048), (2048, 6144), (12288, 2048), (1000, 768)])
+@pytest.mark.parametrize(
+    ("columns", "depth"), [(4096, 2048), (2048, 2048), (2048, 6144), (12288, 2048), (1000, 768), (1000, 4608)]
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_product_is_torchs(rows: int, columns: int, depth: int, with_bias: bool) -> None:
     from rlframe.rollout.vllm import few_rows
@@ -23,7 +25,7 @@ def test_a_product_is_torchs(rows: int, columns: int, depth: int, with_bias: boo
     found = torch.ops.rlframe.linear(x, weight, bias)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     torch.testing.assert_close(found.double(), expected, atol=0.02, rtol=2**-8)
-    alone = few_rows.multiply(x, weight, bias, few_rows.tiles_for(columns, processors=132), dependent=False)
+    alone = few_rows.multiply(x, weight, bias, few_rows.tiles_for(columns, depth, processors=132), dependent=False)
     assert torch.equal(found, alone)
 
 

@@ -63,6 +63,9 @@ def set_environment(config: VllmConfig, *, cuda: bool) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Training runs send no usage reports to vLLM's authors.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Inductor's kernels begin before the one ahead has ended, as those of `few_rows`, which may then ask for weights
+    # early. Inductor does not do so on GPUs that cannot.
+    os.environ.setdefault("TORCHINDUCTOR_ENABLE_PDL", "1")
     if not cuda and not config.num_worker_processes(cuda=cuda):
         # Otherwise vLLM starts an extra process for a CPU worker, only to bind its threads.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

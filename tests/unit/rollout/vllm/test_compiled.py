@@ -42,7 +42,7 @@ def test_one_pass(logits: str, forbids: bool, divides: bool) -> None:
 
 @pytest.mark.parametrize(("size", "group", "queries"), [(128, 2, 16), (256, 2, 16), (128, 4, 32), (128, 8, 64)])
 def test_shared_attention(size: int, group: int, queries: int) -> None:
-    from rlframe.rollout.vllm.attention.kernels import parts_and_warps, tokens_and_warps
+    from rlframe.rollout.vllm.attention.kernels import joining_for, tokens_and_warps
     from rlframe.rollout.vllm.attention.plan import tuning_for
 
     tuning = tuning_for(queries)
@@ -54,22 +54,24 @@ def test_shared_attention(size: int, group: int, queries: int) -> None:
     # A processor of an H200 has 227 KiB of shared memory for a program.
     assert found.asm["cubin"] and found.metadata.shared <= 227 << 10
     for rows in (1, 256):
-        parts, warps = parts_and_warps(rows, 8, group, size)
-        constants = {"GROUP": group, "HEADS": group, "SIZE": size, "PARTS": parts, "DEPENDENT": True}
-        joined = compiled("attention.kernels", "_join", JOINED, constants, num_warps=warps)
+        joining = joining_for(rows, 8, group, size)
+        constants = {"GROUP": group, "HEADS": group, "SIZE": size, "PARTS": joining.parts, "DEPENDENT": True}
+        constants["COLUMNS"] = joining.columns
+        joined = compiled("attention.kernels", "_join", JOINED, constants, num_warps=joining.warps)
         assert joined.asm["cubin"]
 
 
-@pytest.mark.parametrize("columns", [2048, 6144, 12288])
-def test_few_rows(columns: int) -> None:
+@pytest.mark.parametrize(("columns", "depth"), [(2048, 2048), (2048, 6144), (12288, 2048)])
+def test_few_rows(columns: int, depth: int) -> None:
     from rlframe.rollout.vllm.few_rows import ROWS, SMALLEST, tiles_for
 
-    tiles = tiles_for(columns, processors=132)
-    constants = {"ROWS": ROWS, "DEPTH": 2048, "COLUMNS": tiles.columns, "AT_ONCE": tiles.depth, "STAGES": tiles.stages}
-    constants |= {"BIAS": True, "DEPENDENT": True, "AHEAD": SMALLEST}
+    tiles = tiles_for(columns, depth, processors=132)
+    constants = {"ROWS": ROWS, "DEPTH": depth, "COLUMNS": tiles.columns, "AT_ONCE": tiles.depth, "PARTS": tiles.parts}
+    constants |= {"STAGES": tiles.stages, "BIAS": True, "DEPENDENT": True, "AHEAD": SMALLEST}
     types = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
     found = compiled("few_rows", "_multiply", types, constants, num_warps=tiles.warps, launch_pdl=True)
     words = ("prefetch.global", "griddepcontrol.wait", "griddepcontrol.launch")
     order = [found.asm["ptx"].index(word) for word in words]
     # The weights are asked for before the wait. The next kernel may begin after it.
     assert order == sorted(order)
+    assert found.metadata.shared <= 227 << 10

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rlframe.rollout.vllm.few_rows import MIDDLE, NARROW, ROWS, SMALLEST, WIDE, Tiles, multiply, tiles_for
+from rlframe.rollout.vllm.few_rows import DEEP_NARROW, NARROW, ROWS, SMALLEST, WIDE, Tiles, multiply, tiles_for
 
 
-@pytest.mark.parametrize("tiles", [NARROW, MIDDLE, WIDE])
+@pytest.mark.parametrize("tiles", [NARROW, DEEP_NARROW, WIDE])
 @pytest.mark.parametrize(("rows", "with_bias"), [(1, False), (5, True), (ROWS, False)])
 def test_a_product_of_few_rows_is_torchs(tiles: Tiles, rows: int, with_bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -20,6 +20,13 @@ def test_a_product_of_few_rows_is_torchs(tiles: Tiles, rows: int, with_bias: boo
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("columns", "programs"), [(2048, 128), (4096, 256), (6144, 192), (12288, 384), (100, 7)])
-def test_tiles_give_each_multiprocessor_a_program(columns: int, programs: int) -> None:
-    assert -(-columns // tiles_for(columns, processors=132).columns) == programs
+@pytest.mark.parametrize(
+    ("columns", "depth", "tiles"),
+    # The products of a 1.7 B's layer, one of few columns, and one whose inner dimension eight parts do not divide.
+    [
+        *((4096, 2048, NARROW), (2048, 2048, NARROW), (12288, 2048, WIDE), (2048, 6144, DEEP_NARROW)),
+        *((100, 256, NARROW), (2048, 4352, NARROW), (4224, 4096, WIDE)),
+    ],
+)
+def test_narrow_tiles_give_each_multiprocessor_a_program(columns: int, depth: int, tiles: Tiles) -> None:
+    assert tiles_for(columns, depth, processors=132) is tiles

@@ -93,7 +93,6 @@ def _attend(
     order,
     items,
     count,
-    taken,
     partial,
     logsumexps,
     scale,
@@ -112,11 +111,9 @@ def _attend(
     TOKENS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Computes items, each for one head of keys and values. A program takes the next one when it has done one, because
-    items differ in length.
+    """Computes items, each for one head of keys and values.
 
     Args:
-        taken: number of items that programs took in addition to their first, for `_join` to set back.
         DEPENDENT: whether the kernel is launched before the one ahead of it has ended.
     """
     if DEPENDENT:
@@ -124,9 +121,7 @@ def _attend(
         cuda.gdc_launch_dependents()
     query = tl.arange(0, QUERIES)
     col = tl.arange(0, SIZE)
-    number = tl.load(count) * heads
-    work = tl.program_id(0)
-    while work < number:
+    for work in range(tl.program_id(0), tl.load(count) * heads, programs):
         item, head = items + (work // heads) * 6, work % heads
         place, rows = tl.load(item), tl.load(item + 1)
         begin, end, slot = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
@@ -158,7 +153,6 @@ def _attend(
         at = (slot + row).to(tl.int64) * heads * GROUP + q_of
         tl.store(partial + at[:, None] * SIZE + col[None, :], result / total[:, None], mask=used[:, None])
         tl.store(logsumexps + at, top + tl.log2(total), mask=used)
-        work = programs + tl.atomic_add(taken, 1, sem="relaxed")
 
 
 @triton.jit
@@ -166,7 +160,6 @@ def _join(
     partial,
     logsumexps,
     parts,
-    taken,
     out,
     out_row,
     out_head,
@@ -184,8 +177,6 @@ def _join(
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     row, head = tl.program_id(0), tl.program_id(1)
-    if row + head + tl.program_id(2) == 0:
-        tl.store(taken, 0)
     member = tl.arange(0, HEADS)
     q_of, col = head * GROUP + member, tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     used = member < GROUP
@@ -263,7 +254,6 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         plan.order,
         plan.items,
         plan.count,
-        plan.taken,
         plan.partial,
         plan.logsumexps,
         scale * math.log2(math.e),
@@ -289,7 +279,6 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         plan.partial,
         plan.logsumexps,
         plan.parts,
-        plan.taken,
         out,
         out.stride(0),
         out.stride(1),

@@ -205,8 +205,6 @@ class Plan:
     """[B, PARTS] int32. The numbers of results are zero for rows that are not used."""
     count: Tensor
     """[1] int32: number of items."""
-    taken: Tensor
-    """[1] int32: zero but while a layer computes."""
     partial: Tensor
     """[S, H, D] float32 results of items."""
     logsumexps: Tensor
@@ -253,7 +251,6 @@ class Plan:
             items=whole(num_slots, ITEM),
             parts=whole(max_rows, PARTS),
             count=whole(1),
-            taken=whole(1),
             partial=torch.zeros(num_slots, query_heads, width, device=device),
             logsumexps=torch.zeros(num_slots, query_heads, device=device),
         )

@@ -12,16 +12,8 @@ pytestmark = [
 
 ROWS = {"slots": "*i32", "temperatures": "*fp32", "lengths": "*i32", "seeds": "*i64", "least": "*i32", "counts": "*i32"}
 RESULTS = {"forbidden": "*i32", "sums": "*fp32", "best": "*i64", "tokens": "*i64", "logprobs": "*fp32"}
-PLAN = {
-    "tables": "*i32",
-    "order": "*i32",
-    "items": "*i32",
-    "count": "*i32",
-    "taken": "*i32",
-    "partial": "*fp32",
-    "logsumexps": "*fp32",
-}
-JOINED = {"partial": "*fp32", "logsumexps": "*fp32", "parts": "*i32", "taken": "*i32", "out": "*bf16"}
+PLAN = {"tables": "*i32", "order": "*i32", "items": "*i32", "count": "*i32", "partial": "*fp32", "logsumexps": "*fp32"}
+JOINED = {"partial": "*fp32", "logsumexps": "*fp32", "parts": "*i32", "out": "*bf16"}
 HALVES = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "scale": "fp32"}
 
 

@@ -17,7 +17,7 @@ pytestmark = [
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_product_is_torchs(rows: int, columns: int, depth: int, with_bias: bool) -> None:
-    from rlframe.rollout.vllm import few_rows
+    from rlframe.rollout.vllm.decode import few_rows
 
     generator = torch.Generator("cuda").manual_seed(0)
     weight, x = (torch.randn(size, depth, device="cuda", generator=generator).bfloat16() for size in (columns, rows))
@@ -30,7 +30,7 @@ def test_a_product_is_torchs(rows: int, columns: int, depth: int, with_bias: boo
 
 
 def test_a_captured_chain_reads_what_the_kernel_ahead_has_written() -> None:
-    import rlframe.rollout.vllm.few_rows  # noqa: F401 - has the operation
+    import rlframe.rollout.vllm.decode.few_rows  # noqa: F401 - has the operation
 
     generator = torch.Generator("cuda").manual_seed(0)
     layers = [torch.randn(2048, 2048, device="cuda", generator=generator).bfloat16() / 45 for _ in range(60)]

@@ -20,8 +20,8 @@ from rlframe.rollout.base.speculative import SpeculativeConfig, SpeculativeMetho
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.served.quantized import stated_format
-from rlframe.rollout.vllm import ahead
 from rlframe.rollout.vllm.config import VllmConfig, slot_rank
+from rlframe.rollout.vllm.decode import ahead
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -34,7 +34,7 @@ WORKER = {True: ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
 WORKERS_START = "vllm.v1.executor.multiproc_executor"
 """Module of vLLM that starts the workers of several devices."""
 EXTENSION = "rlframe.rollout.vllm.worker.RankExtension"
-SCHEDULER = "rlframe.rollout.vllm.scheduler.scheduler"
+SCHEDULER = "rlframe.rollout.vllm.decode.scheduler.scheduler"
 HEAD_IN_FLOAT32 = {"head_dtype": "float32"}
 """Entries of vLLM's `hf_overrides` that keep logits in float32: the weight stays as it is (vLLM 0.26 to 0.32,
 `LogitsProcessor._apply_head`)."""
@@ -127,7 +127,8 @@ def engine_arguments(
     if not config.compile and not config.enforce_eager:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if cuda else "NONE"}
     if cuda:
-        options |= {"moe_backend": config.moe_backend.value, "additional_config": {ahead.KEY: ahead.STEPS}}
+        entries = {ahead.KEY: ahead.STEPS, ahead.FEW_ROWS: True}
+        options |= {"moe_backend": config.moe_backend.value, "additional_config": entries}
     else:
         # vLLM 0.32 rewinds the random generator after a partial prefill; CPU generators cannot, and the core dies.
         options |= {"enable_chunked_prefill": False}

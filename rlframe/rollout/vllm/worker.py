@@ -36,7 +36,7 @@ from rlframe.rollout.served.recording import (
 )
 from rlframe.rollout.vllm import drafter
 from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
-from rlframe.rollout.vllm.ahead import look_ahead
+from rlframe.rollout.vllm.decode.ahead import look_ahead, multiplies_few_rows
 from rlframe.rollout.vllm.drafter import DRAFT, DRAFT_NOTES, DraftNotes
 from rlframe.rollout.vllm.layout import weights
 from rlframe.rollout.vllm.reload import LayerwiseReload
@@ -58,7 +58,8 @@ logger = logging.getLogger(__name__)
 LOAD_FORMAT = "rlframe"
 """Value of vLLM's `load_format` that selects `RecordingLoader`."""
 MEASURED = (9, 0)
-"""Compute capability of the GPUs, of Hopper, whose decode steps share tokens unless told otherwise."""
+"""Compute capability of the GPUs, of Hopper, whose decode steps share tokens unless told otherwise, and from which on
+kernels can begin before the one ahead has ended."""
 NOTES = "rlframe_notes"
 """Attribute of the loaded model that holds its `LoadNotes`."""
 
@@ -79,11 +80,6 @@ class RecordingLoader(DefaultModelLoader):
         settings = dict(load_config.model_loader_extra_config)
         if shares(settings.pop("share_prompts", False)):
             share_prompts()
-        if torch.cuda.is_available() and torch.cuda.get_device_capability() >= MEASURED:
-            # It needs Triton, which an engine on a CPU may lack.
-            from rlframe.rollout.vllm import few_rows
-
-            few_rows.install()
         self._random_seed: int | None = settings.pop("random_seed", None)
         self._warm_up: dict[str, Any] | None = settings.pop("warm_up", None)
         self._with_routes: bool = settings.pop("routes", False)
@@ -107,6 +103,11 @@ class RecordingLoader(DefaultModelLoader):
     def load_model(self, vllm_config: Any, model_config: Any, **kwargs: Any) -> Any:
         """Returns the model, loaded and post-processed by vLLM, with its `LoadNotes` or `DraftNotes`. A draft
         model of its own is loaded by vLLM alone."""
+        if multiplies_few_rows(vllm_config) and torch.cuda.get_device_capability() >= MEASURED:
+            # It needs Triton, which an engine on a CPU may lack.
+            from rlframe.rollout.vllm.decode import few_rows
+
+            few_rows.install()
         self._drafts = model_config.runner_type == DRAFT
         if self._drafts and self._with_mtp is None:
             return DefaultModelLoader(self.load_config).load_model(
@@ -289,7 +290,7 @@ class RankExtension:
         self.rlframe_record = install(self.model_runner, routes=self.rlframe_routes)
         if self.device.type == "cuda":
             # It needs Triton, which an engine on a CPU may lack.
-            from rlframe.rollout.vllm import steady
+            from rlframe.rollout.vllm.decode import steady
             from rlframe.rollout.vllm.sampling import one_pass
 
             one_pass.install(self.model_runner)

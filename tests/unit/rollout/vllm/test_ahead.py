@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlframe.rollout.vllm.ahead import KEY, STEPS, look_ahead
+from rlframe.rollout.vllm.decode.ahead import FEW_ROWS, KEY, STEPS, look_ahead, multiplies_few_rows
 
 pytestmark = [
     pytest.mark.engine,
@@ -47,3 +47,10 @@ def test_three_steps_are_under_way_where_the_second_runner_schedules_ahead(monke
         assert steps(**({"asked": asked} | other)) == 2
     assert steps(asked=asked, ahead=False) == 1
     assert steps(asked=asked, pp=4) == 5
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"), [({KEY: STEPS, FEW_ROWS: True}, True), ({KEY: STEPS}, False), (None, False)]
+)
+def test_products_of_few_rows_are_asked_for_by_an_entry(entries: dict[str, int] | None, expected: bool) -> None:
+    assert multiplies_few_rows(SimpleNamespace(additional_config=entries)) is expected

@@ -63,15 +63,51 @@ def test_shared_attention(size: int, group: int, queries: int) -> None:
 
 @pytest.mark.parametrize(("columns", "depth"), [(2048, 2048), (2048, 6144), (12288, 2048)])
 def test_few_rows(columns: int, depth: int) -> None:
-    from rlframe.rollout.vllm.few_rows import ROWS, SMALLEST, tiles_for
+    from rlframe.rollout.vllm.decode.few_rows import ROWS, SMALLEST, tiles_for
 
     tiles = tiles_for(columns, depth, processors=132)
     constants = {"ROWS": ROWS, "DEPTH": depth, "COLUMNS": tiles.columns, "AT_ONCE": tiles.depth, "PARTS": tiles.parts}
     constants |= {"STAGES": tiles.stages, "BIAS": True, "DEPENDENT": True, "AHEAD": SMALLEST}
     types = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
-    found = compiled("few_rows", "_multiply", types, constants, num_warps=tiles.warps, launch_pdl=True)
+    found = compiled("decode.few_rows", "_multiply", types, constants, num_warps=tiles.warps, launch_pdl=True)
     words = ("prefetch.global", "griddepcontrol.wait", "griddepcontrol.launch")
     order = [found.asm["ptx"].index(word) for word in words]
     # The weights are asked for before the wait. The next kernel may begin after it.
     assert order == sorted(order)
     assert found.metadata.shared <= 227 << 10
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_layers_without_quantisation_ask_for_products_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from vllm.model_executor.layers import utils
+
+    from rlframe.rollout.vllm.decode import few_rows
+
+    class Calls(TorchDispatchMode):
+        """The operations that were called."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def asked(columns: int, depth: int, dtype: torch.dtype) -> bool:
+        names.clear()
+        x, weight = (torch.empty(size, depth, dtype=dtype, device="meta") for size in (8, columns))
+        with Calls():
+            found = utils.dispatch_unquantized_gemm()(torch.nn.Module(), x, weight)
+        assert found.shape == (8, columns) and found.dtype == dtype
+        return "rlframe.linear.default" in names
+
+    names: list[str] = []
+    monkeypatch.setattr(utils, "default_unquantized_gemm", utils.default_unquantized_gemm)
+    # On this machine vLLM chooses the function of CPUs.
+    monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: utils.default_unquantized_gemm)
+    assert not asked(2048, 512, torch.bfloat16)
+    few_rows.install()
+    few_rows.install()
+    assert asked(2048, 512, torch.bfloat16)
+    # Those that the kernel cannot compute, and those that last so long that their beginning does not count.
+    assert not asked(2048, 384, torch.bfloat16) and not asked(2048, 512, torch.float32)
+    assert not asked(few_rows.MOST_COLUMNS + 1, 512, torch.bfloat16)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlframe.rollout.vllm.ahead import STEPS
-from rlframe.rollout.vllm.scheduler import MARGIN, Repeated, scheduler, shorten
+from rlframe.rollout.vllm.decode.ahead import STEPS
+from rlframe.rollout.vllm.decode.scheduler import MARGIN, Repeated, scheduler, shorten
 from tests.tiny_models import make
 
 pytestmark = [

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlframe.rollout.vllm.ahead import KEY, STEPS
-from rlframe.rollout.vllm.steady import Steady
+from rlframe.rollout.vllm.decode.ahead import KEY, STEPS
+from rlframe.rollout.vllm.decode.steady import Steady
 
 pytestmark = [
     pytest.mark.engine,

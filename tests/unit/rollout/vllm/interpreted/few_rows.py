@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlframe.rollout.vllm.few_rows import DEEP_NARROW, NARROW, ROWS, SMALLEST, WIDE, Tiles, multiply, tiles_for
+from rlframe.rollout.vllm.decode.few_rows import DEEP_NARROW, NARROW, ROWS, SMALLEST, WIDE, Tiles, multiply, tiles_for
 
 
 @pytest.mark.parametrize("tiles", [NARROW, DEEP_NARROW, WIDE])

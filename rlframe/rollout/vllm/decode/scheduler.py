@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from rlframe.rollout.vllm.ahead import STEPS
+from rlframe.rollout.vllm.decode.ahead import STEPS
 
 MARGIN = STEPS
 """Tokens after the beginning of a block in which vLLM is asked as before: full blocks are remembered some steps late,

@@ -14,6 +14,9 @@ STEPS = 3
 """Steps under way at the same time. vLLM's buffers of a step exist as often (`set_default_max_concurrency`)."""
 KEY = "rlframe_steps_under_way"
 """Entry of vLLM's `additional_config`, which the core and its workers read alike. Without it vLLM decides."""
+FEW_ROWS = "rlframe_few_rows"
+"""Another: whether products of few rows have kernels of their own (`few_rows`). vLLM keeps compiled models by all
+entries, so that those with such products and those without them lie apart."""
 
 
 def look_ahead() -> None:
@@ -38,5 +41,15 @@ def look_ahead() -> None:
 
 def asked(config: Any) -> int:
     """Returns the number of steps that a VllmConfig asks for, 0 if it leaves them to vLLM."""
+    return _entries(config).get(KEY, 0)
+
+
+def multiplies_few_rows(config: Any) -> bool:
+    """Returns whether a VllmConfig asks for products of few rows by rlframe's kernels."""
+    return _entries(config).get(FEW_ROWS, False)
+
+
+def _entries(config: Any) -> dict[str, Any]:
+    """Returns the `additional_config` of a VllmConfig if it has entries."""
     entries = config.additional_config
-    return entries.get(KEY, 0) if isinstance(entries, dict) else 0
+    return entries if isinstance(entries, dict) else {}

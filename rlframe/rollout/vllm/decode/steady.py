@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlframe.rollout.vllm.ahead import asked
+from rlframe.rollout.vllm.decode.ahead import asked
 
 RELEASE = "0.26."
 """Releases of vLLM whose runner has these parts. Others were not read."""

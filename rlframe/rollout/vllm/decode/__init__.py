@@ -1,0 +1,1 @@
+"""What makes decode steps shorter than those of vLLM alone."""

@@ -21,7 +21,7 @@ from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.served.quantized import stated_format
 from rlframe.rollout.vllm.config import VllmConfig, slot_rank
-from rlframe.rollout.vllm.decode import ahead
+from rlframe.rollout.vllm.decode.ahead import ENTRIES
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -127,8 +127,7 @@ def engine_arguments(
     if not config.compile and not config.enforce_eager:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if cuda else "NONE"}
     if cuda:
-        entries = {ahead.KEY: ahead.STEPS, ahead.FEW_ROWS: True}
-        options |= {"moe_backend": config.moe_backend.value, "additional_config": entries}
+        options |= {"moe_backend": config.moe_backend.value, "additional_config": ENTRIES}
     else:
         # vLLM 0.32 rewinds the random generator after a partial prefill; CPU generators cannot, and the core dies.
         options |= {"enable_chunked_prefill": False}

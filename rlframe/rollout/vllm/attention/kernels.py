@@ -86,31 +86,11 @@ def _add_tokens(
 
 @triton.jit
 def _attend(
-    q,
-    k,
-    v,
-    tables,
-    order,
-    items,
-    count,
-    partial,
-    logsumexps,
-    scale,
-    q_row,
-    q_head,
-    kv_page,
-    kv_token,
-    kv_head,
-    width,
-    heads,
-    programs,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
+    q, k, v, tables, order, items, count, partial, logsumexps, scale,
+    q_row, q_head, kv_page, kv_token, kv_head, width, heads, programs,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     """Computes items, each for one head of keys and values.
 
     Args:
@@ -213,7 +193,7 @@ def tokens_and_warps(tuning: Tuning, size: int) -> tuple[int, int]:
 
 
 class Joining(NamedTuple):
-    """How results are joined."""
+    """Numbers that say how results are joined."""
 
     parts: int
     """Results of a row that a program joins at once."""
@@ -257,11 +237,8 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         plan.partial,
         plan.logsumexps,
         scale * math.log2(math.e),
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        k.stride(2),
+        *q.stride()[:2],
+        *k.stride()[:3],
         tables.stride(0),
         plan.heads,
         plan.programs,
@@ -280,8 +257,7 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
         plan.logsumexps,
         plan.parts,
         out,
-        out.stride(0),
-        out.stride(1),
+        *out.stride()[:2],
         plan.heads,
         GROUP=group,
         HEADS=triton.next_power_of_2(group),

@@ -1,1 +1,1 @@
-"""What makes decode steps shorter than those of vLLM alone."""
+"""Decode steps that take less time than those of vLLM alone."""

@@ -17,6 +17,8 @@ KEY = "rlframe_steps_under_way"
 FEW_ROWS = "rlframe_few_rows"
 """Another: whether products of few rows have kernels of their own (`few_rows`). vLLM keeps compiled models by all
 entries, so that those with such products and those without them lie apart."""
+ENTRIES = {KEY: STEPS, FEW_ROWS: True}
+"""Entries that an engine on a GPU has."""
 
 
 def look_ahead() -> None:

@@ -31,7 +31,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Tiles(NamedTuple):
-    """How a product is divided."""
+    """Numbers that say how a product is divided."""
 
     columns: int
     """Columns of a program."""

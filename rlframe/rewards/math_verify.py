@@ -25,7 +25,9 @@ LATER = (r"\boxed", "</think>")
 DELIMITED = re.compile(r"(?<!\\)(?:\$|\\boxed|\\[(\[])")
 """Pattern of what begins LaTeX in a text."""
 NUMBER = re.compile(r"-?[\d.\s/%]+")
-"""Pattern of numbers that LaTeX would read otherwise than they are meant: `3 1/2`, `1 000`."""
+"""Pattern of numbers that LaTeX would read otherwise than they are meant: `1 000`."""
+MIXED = re.compile(r"(?<![\w.,/^)])(\d{1,3}(?:,\d{3})+|\d+) (\d{1,2})/(\d{1,2})(?![\w/^]|[.,]\d)")
+"""Pattern of a whole number and a fraction, which math-verify reads as 1, and in LaTeX as a product."""
 EITHER = re.compile(r"-?\d+[,:]\d+")
 """Pattern of what may be a pair or have a decimal comma, or be a ratio or a time: it is read as both."""
 MEASURE = re.compile(r"[-+$]*\d[\d,]*(?:\.\d+)?(?: [A-Za-z ]+)?\.?")
@@ -66,7 +68,8 @@ class MathVerify(Reward):
     def score(self, attempt: Attempt) -> float:
         """Returns 1.0 or 0.0. Raises RewardError if there is no answer, or if it is not mathematics."""
         answer = attempt.required_answer()
-        gold = _marked(answer) or _read(answer)
+        written = MIXED.sub(_one_fraction, answer)
+        gold = _marked(written) or _read(written)
         if not gold:
             raise RewardError(f"the answer {answer!r} cannot be read as mathematics")
         return float(verify(gold, _said(attempt.response_text), timeout_seconds=None))
@@ -79,7 +82,14 @@ class MathVerify(Reward):
 
 def _said(text: str) -> list:
     """Returns the final answer of a response, or nothing."""
+    text = MIXED.sub(_one_fraction, text)
     return _marked(text) or _parse(text)
+
+
+def _one_fraction(mixed: re.Match[str]) -> str:
+    """Returns `7/2` for `3 1/2`. What is no number and a fraction below 1 stays."""
+    whole, above, below = (int(each.replace(",", "")) for each in mixed.groups())
+    return f"{whole * below + above}/{below}" if 0 < above < below else mixed[0]
 
 
 def _marked(text: str) -> list:

@@ -130,7 +130,13 @@ def test_math_verify(response: str, answer: str, value: float) -> None:
         ("10%", "0.1", "1"),
         (r"12.5\%", r"\boxed{12.5\%}", "12"),
         ("1/2", r"\boxed{50\%}", "50"),
-        ("3 1/2", r"\boxed{3 1/2}", "2"),  # a product of LaTeX; as text it is no number
+        ("3 1/2", r"\boxed{3 1/2}", "1"),  # math-verify reads 1, and in LaTeX 2
+        ("3 1/2", "3.5", r"\boxed{2}"),
+        ("3.5", "#### 3 1/2", "#### 5 1/2"),
+        ("-1,003 1/2 cups.", "-1003.5", "1"),
+        ("10 - 2 1/4", r"\boxed{7\frac{3}{4}}", "1"),
+        ("1", "1", "So it takes 3 1/2."),
+        ("2", "2", r"\boxed{3 1/2}"),
         ("1 000", "1000", "1"),
         ("12:30", "12:30", r"\boxed{12:40}"),
         ("12 apples", "12", "1"),

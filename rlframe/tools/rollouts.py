@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.loops.reporting.samples import read_samples, sample_files
-from rlframe.utils.arguments import Parser
+from rlframe.utils.arguments import Parser, run_tool
 from rlframe.utils.text import printable
 
 NOTHING_FOUND = 1
@@ -212,4 +212,4 @@ def _short(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

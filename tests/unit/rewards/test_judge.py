@@ -5,6 +5,7 @@ import os
 import resource
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -288,6 +289,13 @@ def test_a_group_with_a_pair_without_a_verdict_has_no_scores() -> None:
     )
     assert [one.reward_troubles for one in rollouts] == [{"judge": "unparsable"}] * 3
     assert all(one.reward_failed for one in rollouts)
+
+
+def test_brackets_with_the_word_answer_are_no_place_of_the_answer() -> None:
+    one = rollout(0, "4")
+    one.prompt = replace(one.prompt, answer=None)
+    server, _ = judged(lambda request: "Score: 10", [one], template="{response}: say \\boxed{{answer}}")
+    assert one.reward == 1.0 and question(server.asked[0]) == "4: say \\boxed{answer}"
 
 
 @pytest.mark.parametrize("reply", ["<think>A is longer. A</think>", "<think>A or B?"])

@@ -90,6 +90,8 @@ def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[Faul
     """Yields why an argument cannot be an override. Options, and the words that follow some of them, are left to
     Hydra."""
     key, equals, value = argument.partition("=")
+    if argument.startswith("-") and equals and not any(name.startswith(key) for name in WITH_VALUE):
+        yield Fault(shortened(argument), "must have no dashes", hint=f"write {shortened(argument.lstrip('-'))}")
     if argument.startswith("-") or (argument and not equals):
         return
     if depth(value) > DEEPEST:

@@ -3,6 +3,7 @@ them."""
 
 import logging
 import re
+import unicodedata
 from dataclasses import dataclass
 
 from latex2sympy2_extended.antlr_parser import PSParser
@@ -25,7 +26,16 @@ LATER = (r"\boxed", "</think>")
 DELIMITED = re.compile(r"(?<!\\)(?:\$|\\boxed|\\[(\[])")
 """Pattern of what begins LaTeX in a text."""
 NUMBER = re.compile(r"-?[\d.\s/%]+")
-"""Pattern of numbers that LaTeX would read otherwise than they are meant: `3 1/2`, `1 000`."""
+"""Pattern of numbers that LaTeX would read otherwise than they are meant: `1 000`."""
+MIXED = re.compile(r"(?<![\w.,/^)])(\d{1,3}(?:,\d{3})+|\d+) (\d{1,2})/(\d{1,2})(?![\w/^]|[.,]\d)")
+"""Pattern of a whole number and a fraction, which math-verify reads as 1, and in LaTeX as a product."""
+FRACTION = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e])")
+"""Pattern of fractions of one character, and the digit before them."""
+POWER = re.compile("(?<=[\\d)])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+"""Pattern of exponents in characters of their own."""
+ROOT = re.compile(r"(?:\u221a|(?<![\\A-Za-z])sqrt)\s*(?:\((?P<group>[^()]*)\)|(?P<number>\d+(?:\.\d+)?))")
+"""Pattern of a root that is not LaTeX."""
+PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 EITHER = re.compile(r"-?\d+[,:]\d+")
 """Pattern of what may be a pair or have a decimal comma, or be a ratio or a time: it is read as both."""
 MEASURE = re.compile(r"[-+$]*\d[\d,]*(?:\.\d+)?(?: [A-Za-z ]+)?\.?")
@@ -66,7 +76,8 @@ class MathVerify(Reward):
     def score(self, attempt: Attempt) -> float:
         """Returns 1.0 or 0.0. Raises RewardError if there is no answer, or if it is not mathematics."""
         answer = attempt.required_answer()
-        gold = _marked(answer) or _read(answer)
+        written = _spelled_out(answer)
+        gold = _marked(written) or _read(written)
         if not gold:
             raise RewardError(f"the answer {answer!r} cannot be read as mathematics")
         return float(verify(gold, _said(attempt.response_text), timeout_seconds=None))
@@ -79,7 +90,26 @@ class MathVerify(Reward):
 
 def _said(text: str) -> list:
     """Returns the final answer of a response, or nothing."""
+    text = _spelled_out(text)
     return _marked(text) or _parse(text)
+
+
+def _spelled_out(text: str) -> str:
+    """Returns a text with its roots, powers, fractions and pi as math-verify reads them. It reads 2 of `2 sqrt(3)`."""
+    text = ROOT.sub(lambda root: rf"\sqrt{{{root['group'] or root['number'] or ''}}}", text)
+    text = POWER.sub(lambda power: f"^{{{_plain(power[0])}}}", text)
+    text = FRACTION.sub(lambda found: f"{found[1]} {_plain(found[2])}" if found[1] else _plain(found[2]), text)
+    return PI.sub(r"\\pi", MIXED.sub(_one_fraction, text))
+
+
+def _plain(characters: str) -> str:
+    return unicodedata.normalize("NFKC", characters).translate({0x2044: "/", 0x2212: "-"})
+
+
+def _one_fraction(mixed: re.Match[str]) -> str:
+    """Returns `7/2` for `3 1/2`. What is no number and a fraction below 1 stays."""
+    whole, above, below = (int(each.replace(",", "")) for each in mixed.groups())
+    return f"{whole * below + above}/{below}" if 0 < above < below else mixed[0]
 
 
 def _marked(text: str) -> list:

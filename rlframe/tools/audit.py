@@ -30,7 +30,7 @@ from rlframe.attempts.account.ledger import (
 from rlframe.attempts.buffer import oversampled
 from rlframe.loops.saving.manifest import named_checkpoints, step_of
 from rlframe.rollout.base.config import OversampleRest
-from rlframe.utils.arguments import Parser
+from rlframe.utils.arguments import Parser, run_tool
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.text import printable
 
@@ -382,4 +382,4 @@ def _listed(leases: Sequence[int]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

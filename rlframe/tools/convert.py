@@ -36,7 +36,7 @@ from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.quantized import stated
 from rlframe.models.tokenizer import load as load_tokenizer
 from rlframe.rollout.served.plain import dequantized_model, is_quantized
-from rlframe.utils.arguments import Parser
+from rlframe.utils.arguments import Parser, run_tool
 from rlframe.utils.errors import CheckpointError, ConfigError, RlframeError
 from rlframe.utils.files.whole import whole_folder, writing
 from rlframe.utils.nested import flat
@@ -256,4 +256,4 @@ def _positive(text: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -23,7 +23,7 @@ from rlframe.run.config import RunConfig
 from rlframe.run.load import add_arguments, of_arguments
 from rlframe.types.prompt import Prompt
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
-from rlframe.utils.arguments import Parser
+from rlframe.utils.arguments import Parser, run_tool
 from rlframe.utils.errors import RlframeError
 from rlframe.utils.registry import find
 from rlframe.utils.text import printable
@@ -213,4 +213,4 @@ def _wrapped(column: list[Piece], width: int, colours: bool) -> list[tuple[str, 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

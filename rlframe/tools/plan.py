@@ -25,7 +25,7 @@ from rlframe.run.preflight.devices import KINDS, Accelerator, this_machine
 from rlframe.run.preflight.layouts import Layout, best
 from rlframe.run.preflight.plan import Plan, plan
 from rlframe.tools.plan_sync import Case, by_medium, solve
-from rlframe.utils.arguments import Parser
+from rlframe.utils.arguments import Parser, run_tool
 from rlframe.utils.errors import ConfigError, RlframeError
 from rlframe.utils.faults import Fault
 from rlframe.utils.files.whole import writing
@@ -146,4 +146,4 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -24,7 +24,7 @@ from rlframe.models import shards
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.hub import load_family, read_config, resolve
-from rlframe.utils.arguments import Parser
+from rlframe.utils.arguments import Parser, run_tool
 from rlframe.utils.errors import ConfigError, RlframeError, WeightSyncFailed
 from rlframe.utils.faults import Fault
 from rlframe.utils.files.whole import writing
@@ -414,4 +414,4 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

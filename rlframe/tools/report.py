@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlframe.loops.report.files import settings_of
 from rlframe.loops.report.page import REPORT, write_page
-from rlframe.utils.arguments import Parser
+from rlframe.utils.arguments import Parser, run_tool
 from rlframe.utils.errors import OutputError, RlframeError
 from rlframe.utils.text import printable
 
@@ -43,4 +43,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.loops.reporting.samples import read_samples, sample_files
-from rlframe.utils.arguments import Parser
+from rlframe.utils.arguments import Parser, run_tool
 from rlframe.utils.text import printable
 
 NOTHING_FOUND = 1
@@ -51,8 +51,8 @@ def parser() -> Parser:
     made.add_argument("--step", type=int, help="only this step; default: all")
     made.add_argument("--evaluation", action="store_true", help="only answers to held-out prompts")
     order = made.add_mutually_exclusive_group()
-    order.add_argument("--best", type=count, metavar="N", help="the N with the highest reward")
-    order.add_argument("--worst", type=count, metavar="N", help="the N with the lowest reward")
+    order.add_argument("--best", type=count, metavar="N", help="those of the N attempts with the highest reward")
+    order.add_argument("--worst", type=count, metavar="N", help="those of the N attempts with the lowest reward")
     made.add_argument("--search", default="", metavar="TEXT", help="only those with this text, in either case")
     made.add_argument("--tokens", action="store_true", help="a line for every token")
     return made
@@ -78,10 +78,29 @@ def picked(options: argparse.Namespace, files: Iterable[tuple[int, str, Path]]) 
     )
     found = (record for path in wanted for record in read_samples(path) if has(record, options.search))
     if options.best:
-        return sorted(found, key=lambda record: -_reward(record, missing=-math.inf))[: options.best]
+        return of_first(sorted(found, key=lambda record: -_reward(record, missing=-math.inf)), options.best)
     if options.worst:
-        return sorted(found, key=lambda record: _reward(record, missing=math.inf))[: options.worst]
+        return of_first(sorted(found, key=lambda record: _reward(record, missing=math.inf)), options.worst)
     return found
+
+
+def of_first(records: Iterable[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Returns the rollouts of the first `count` attempts. All sequences of an attempt have its reward."""
+    attempts: list[list[dict[str, Any]]] = []
+    for record in records:
+        if attempts and _goes_on(record, attempts[-1][-1]):
+            attempts[-1].append(record)
+        elif len(attempts) == count:
+            break
+        else:
+            attempts.append([record])
+    return list(itertools.chain.from_iterable(attempts))
+
+
+def _goes_on(record: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Returns whether a rollout is a further sequence of the attempt of the one before it."""
+    same = all(record.get(name) == before.get(name) for name in ("step", "evaluation", "group", "id", "sample_index"))
+    return same and record["sequence"] > before["sequence"]
 
 
 def has(record: Mapping[str, Any], search: str) -> bool:
@@ -137,7 +156,8 @@ def described(record: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines about a rollout as a whole."""
     kind = f"evaluation {record['evaluation']} at step" if record["evaluation"] else "step"
     reward = _short(record["reward"])
-    yield f"{kind} {record['step']}, prompt {record['id']}, attempt {record['sample_index']}: reward {reward}"
+    sequence = f", sequence {record['sequence']}" if record["sequence"] else ""
+    yield f"{kind} {record['step']}, prompt {record['id']}, attempt {record['sample_index']}{sequence}: reward {reward}"
     parts = ", ".join(f"{name} {_short(value)}" for name, value in record["reward_parts"].items())
     answer = "" if record["answer"] is None else f"; right answer: {record['answer']}"
     ended = f"ended: {record['finish_reason']} {record['ending']}".rstrip()
@@ -145,7 +165,11 @@ def described(record: Mapping[str, Any]) -> Iterator[str]:
     if "group_rewards" in record:
         rewards = " ".join(_short(each) for each in record["group_rewards"])
         advantage = _short(record["group_advantages"][record["group_place"]])
-        yield f"  rewards of the group: {rewards}; advantage here: {advantage}"
+        sequences = len(record["group_rewards"])
+        # Files of before the number of attempts have none.
+        attempts = record.get("group_attempts", sequences)
+        among = f", {attempts} attempts in {sequences} sequences" if attempts < sequences else ""
+        yield f"  rewards of the group{among}: {rewards}; advantage here: {advantage}"
 
 
 def token_lines(tokens: Mapping[str, Sequence[Any]]) -> Iterator[str]:
@@ -188,4 +212,4 @@ def _short(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -1,14 +1,41 @@
 """The command lines of tools."""
 
 import argparse
+import os
 import re
+import select
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from rlframe.utils.nearest import did_you_mean
 
 CHOICE = re.compile(r"invalid choice: '(?P<given>.*)' \(choose from (?P<known>.*)\)", re.DOTALL)
+NOT_READ = 128 + signal.SIGPIPE
+"""Exit status where nobody reads the output any more, as of other programs."""
+
+
+def run_tool(main: Callable[[], int | None]) -> NoReturn:
+    """Runs a tool, and exits with the status that it returns. Output that nobody reads any more, as behind `| head`,
+    ends it without a word."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_not_read():
+            raise
+        # What is left to write would be an error again at the end of the interpreter.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = NOT_READ
+    sys.exit(status)
+
+
+def _is_not_read() -> bool:
+    """Returns whether the output is a pipe whose other end is closed."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class Parser(argparse.ArgumentParser):

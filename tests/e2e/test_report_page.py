@@ -82,6 +82,12 @@ def test_the_error_that_ended_a_run_comes_first(tmp_path: Path) -> None:
     assert "There were no warnings." in dom, "an error is no warning"
 
 
+def test_a_token_without_a_finite_logprob_has_no_gap(tmp_path: Path) -> None:
+    tokens = "{ sampled: [1, 1, 1, 0], rollout_logprobs: [-1, -1, null, 0], trainer_logprobs: [-0.5, null, -1, 0] }"
+    question = f"document.body.dataset.said = JSON.stringify([0, 1, 2, 3].map((place) => gapOf({tokens}, place)))"
+    assert said(opened([run_folder(tmp_path / "run")], tmp_path, question)) == [0.5, None, None, None]
+
+
 def test_no_part_is_wider_than_a_phone(tmp_path: Path) -> None:
     one, two = (
         run_folder(tmp_path / "one"),

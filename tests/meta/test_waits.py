@@ -35,6 +35,7 @@ ALLOWED = {
     "rlframe/attempts/endpoint/agents.py:_until_over": ENDED,
     "rlframe/attempts/endpoint/agents.py:attempt": "rollout.attempt_timeout_s is the limit of an attempt",
     "rlframe/attempts/endpoint/desk.py:close": ENDED,
+    "rlframe/attempts/endpoint/server.py:open": ENDED,
     "rlframe/attempts/engines.py:_ended": ENDED,
     "rlframe/attempts/mending.py:end": WATCHED,
     "rlframe/attempts/runner.py:_ended": ENDED,

@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -34,8 +35,12 @@ class Server:
         self._started: asyncio.Task[None] | None = None
 
     async def open(self, desk: Desk, *, seed: int) -> tuple[int, Endpoint]:
-        """Returns the number and the endpoint of an attempt, whose calls `desk` answers until `close`."""
-        if self._started is None:
+        """Returns the number and the endpoint of an attempt, whose calls `desk` answers until `close`.
+
+        Raises:
+            OSError: the server cannot listen. The next attempt tries again.
+        """
+        if self._started is None or (self._started.done() and self._started.exception()):
             self._started = asyncio.get_running_loop().create_task(self._start())
         # The others wait for it too if this attempt is cancelled.
         await asyncio.shield(self._started)
@@ -61,14 +66,17 @@ class Server:
         application.router.add_post("/attempts/{number}/v1/responses", self._answering(responses))
         application.router.add_get("/attempts/{number}/v1/models", self._models)
         application.router.add_get("/attempts/{number}/v1/models/{model}", self._model)
+        if self._runner is not None:
+            await self._runner.cleanup()
         # A call whose agent has gone is aborted.
         self._runner = web.AppRunner(
             application, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
+        # Not by asyncio, which goes on without a socket where none can be made.
+        listening = socket.create_server((self._host, 0), family=_family(self._host))
+        await web.SockSite(self._runner, listening).start()
+        self._port = listening.getsockname()[1]
 
     def _key(self, number: int) -> str:
         return "rlframe-" + hmac.new(self._secret, str(number).encode(), hashlib.sha256).hexdigest()
@@ -142,6 +150,10 @@ async def _as_the_api_says(request: web.Request, handler: Callable[[web.Request]
     except web.HTTPException as error:
         told = f"{request.method} {request.path} is not served: {error.reason}"
         return web.json_response(Refused(told, status=error.status).body, status=error.status)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _in_url(host: str) -> str:

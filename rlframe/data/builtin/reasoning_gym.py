@@ -5,6 +5,7 @@ The reward `reasoning_gym` scores responses by the task's own verifier.
 """
 
 import json
+import math
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -29,7 +30,7 @@ def records(path: str, split: Split) -> list[Record]:
         DataError: the package is not installed, has no such data set, or refuses its settings.
     """
     name, settings = parsed(path)
-    size, seed = settings.pop("size", SIZE), settings.pop("seed", SEED)
+    size, seed = whole_number(path, settings, "size", SIZE, least=1), whole_number(path, settings, "seed", SEED)
     if split is Split.HELD_OUT:
         size, seed = max(1, size // 10), seed + HELD_OUT_SEED
     made = dataset(path, name, size=size, seed=seed, **settings)
@@ -57,6 +58,19 @@ def parsed(path: str) -> tuple[str, dict[str, Any]]:
     """
     name, _, query = path.removeprefix(PREFIX).partition("?")
     return name, {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+
+
+def whole_number(path: str, settings: dict[str, Any], name: str, default: int, *, least: float = -math.inf) -> int:
+    """Removes a setting and returns it.
+
+    Raises:
+        DataError: it is no whole number, or below `least`.
+    """
+    value = settings.pop(name, default)
+    if type(value) is not int or value < least:
+        bound = f" of at least {least}" if math.isfinite(least) else ""
+        raise DataError(f"{path}: {name} must be a whole number{bound}, got {value!r:.60}")
+    return value
 
 
 def dataset(path: str, name: str, **settings: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from rlframe.data.builtin.arithmetic import Split, split_of
+from rlframe.data.builtin.reasoning_gym import whole_number
 from rlframe.data.records import Record
 from rlframe.utils import outside
 from rlframe.utils.errors import DataError
@@ -36,7 +37,7 @@ def records(path: str, split: Split) -> list[Record]:
         DataError: the package is not installed, has no such task set, or refuses its settings.
     """
     name, settings = parsed(path)
-    size = settings.pop("size", None)
+    size = whole_number(path, settings, "size", 1, least=1) if "size" in settings else None
     found = taskset(path, {"id": name, **settings})
     if size is None and not found.bounded:
         raise DataError(f"{path}: the task set has no end; say how many tasks to read, as in {PREFIX}{name}?size=1000")

@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from rlframe.data.config import AUTO, DataConfig
@@ -29,10 +30,15 @@ def cache_folder(config: DataConfig) -> Path | None:
 def evict(folder: Path, most_bytes: float, *, besides: Path | None = None) -> None:
     """Removes the files of the folder that were not read for longest until the rest has at most `most_bytes`. Files of
     others stay and do not count, nor does the file `besides`."""
-    ours = [file for file in folder.iterdir() if OURS.fullmatch(file.name) and file != besides]
-    known = sorted(((found.st_mtime_ns, found.st_size, file) for file in ours for found in [file.stat()]), reverse=True)
+    known: list[tuple[int, int, Path]] = []
+    for file in folder.iterdir():
+        if OURS.fullmatch(file.name) and file != besides:
+            # Another run may have removed or renamed it meanwhile.
+            with suppress(FileNotFoundError):
+                found = file.stat()
+                known.append((found.st_mtime_ns, found.st_size, file))
     total = 0
-    for _, size, file in known:
+    for _, size, file in sorted(known, reverse=True):
         total += size
         if total > most_bytes:
             file.unlink(missing_ok=True)

@@ -117,8 +117,9 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > LARGEST_BITS:
-        raise ValueError("the result is too large")
+    if isinstance(base, int) and isinstance(exponent, int):
+        if abs(base) > 1 and base.bit_length() * exponent > LARGEST_BITS:
+            raise ValueError("the result is too large")
     return _checked(base**exponent)
 
 

@@ -191,6 +191,7 @@ class SampleFiles:
             if means is not None and groups is not None:
                 members = (groups == groups[place]).nonzero()[0]
                 record["group"] = int(groups[place])
+                record["group_attempts"] = len(attempts_in(chosen.rollouts[each] for each in members))
                 record["group_rewards"] = [_number(totals[each]) for each in members.tolist()]
                 record["group_advantages"] = _numbers(means[members])
                 record["group_place"] = int((members == place).argmax())

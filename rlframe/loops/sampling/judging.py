@@ -120,7 +120,7 @@ class EngineReplies:
             return None
         if len(token_ids) + self.sampling.max_tokens > self.max_positions:
             return None
-        # The same question has the same seed.
+        # The seed is that of the text, in every step, and of how often the same text was asked at once before.
         name = hashlib.sha256(rendered.text.encode(errors="replace")).hexdigest()[:16]
         return Prompt(id=name, text=rendered.text, input=ModelInput(np.array(token_ids)))
 

@@ -16,7 +16,7 @@ from rlframe.rewards.base import Attempt, Judging, Scores, Unanswered
 from rlframe.rewards.config import Per
 from rlframe.rewards.judge.chat import Chat, ChatEndpoint, ChatEndpointConfig, NoReply
 from rlframe.rewards.judge.question import UNPARSABLE, QuestionConfig, check_template, shown
-from rlframe.rewards.judge.reading import Unreadable, last_choice, read
+from rlframe.rewards.judge.reading import Unreadable, last_choice, read, without_thoughts
 from rlframe.utils.bounds import Range
 from rlframe.utils.faults import Fault
 
@@ -137,7 +137,8 @@ class Judge(Judging):
             "first_conversation": first["conversation"],
             "second_conversation": second["conversation"],
         }
-        return WINS[last_choice(await self._said(self._config.pair_template, places), WINS)]
+        said = without_thoughts(await self._said(self._config.pair_template, places))
+        return WINS[last_choice(said, WINS)]
 
     async def _said(self, template: str, places: Mapping[str, str]) -> str:
         """Returns the judge's reply to a template with its places filled in."""

@@ -84,7 +84,7 @@ class QuestionConfig:
         Raises:
             RewardError: it shows the answer, and the record has none.
         """
-        if "{answer}" in template and not places["answer"]:
+        if "answer" in _places(template) and not places["answer"]:
             raise RewardError("the record has no answer; name its field with data.answer_key, or change the template")
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         # What fills a place is not looked at again, whatever brackets it has.
@@ -115,8 +115,13 @@ def _lines(messages: Sequence[Message]) -> Iterator[str]:
 def check_template(name: str, template: str, places: Sequence[str]) -> None:
     """Raises SettingError if a template has other places than these."""
     try:
-        found = {place for _, place, _, _ in string.Formatter().parse(template) if place is not None}
+        found = _places(template)
     except ValueError as error:
         raise SettingError(name, "must have {{ and }} for brackets that are no places", why=str(error)) from error
     if unknown := sorted(found - set(places)):
         raise SettingError(name, f"must have only the places {', '.join(places)}", got=", ".join(map(repr, unknown)))
+
+
+def _places(template: str) -> set[str]:
+    """Returns the places of a template. Raises ValueError for brackets that are no places and not doubled."""
+    return {place for _, place, _, _ in string.Formatter().parse(template) if place is not None}

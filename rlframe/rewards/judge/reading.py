@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 
-THOUGHTS = "</think>"
-"""Ends the thoughts of models that write them into their reply."""
+BEGIN_THOUGHTS, THOUGHTS = "<think>", "</think>"
+"""Begins and ends the thoughts of models that write them into their reply."""
 Number = Annotated[float, Range(-(10**6), 10**6)]
 
 
@@ -29,7 +29,7 @@ class Form(StrEnum):
 @dataclass(kw_only=True, slots=True)
 class ReadingConfig:
     """Settings of how a judge's reply becomes a number. The last verdict in it counts; thoughts before `</think>` are
-    left out."""
+    left out, and a reply that was cut off in its thoughts has none."""
 
     form: Form = Form.PATTERN
     """Form of the verdict."""
@@ -81,7 +81,7 @@ def read(reply: str, config: ReadingConfig) -> float:
     Raises:
         Unreadable: there is none.
     """
-    said = reply.rpartition(THOUGHTS)[2].strip()
+    said = without_thoughts(reply)
     if config.form is Form.CHOICE:
         return config.choices[last_choice(said, config.choices)]
     if config.form is Form.PATTERN:
@@ -96,6 +96,12 @@ def read(reply: str, config: ReadingConfig) -> float:
     if isinstance(text, bool) or not (math.isfinite(number) and config.lowest <= number <= config.highest):
         raise Unreadable(f"{text} is not a number from {config.lowest:g} to {config.highest:g}")
     return (number - config.lowest) / (config.highest - config.lowest)
+
+
+def without_thoughts(reply: str) -> str:
+    """Returns what a reply says after its thoughts."""
+    _, ended, said = reply.rpartition(THOUGHTS)
+    return said.strip() if ended or not said.lstrip().startswith(BEGIN_THOUGHTS) else ""
 
 
 def last_choice(said: str, choices: Any) -> str:

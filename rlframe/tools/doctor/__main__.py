@@ -1,7 +1,6 @@
 """Runs the program."""
 
-import sys
-
 from rlframe.tools.doctor import main
+from rlframe.utils.arguments import run_tool
 
-sys.exit(main())
+run_tool(main)

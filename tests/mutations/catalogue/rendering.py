@@ -58,7 +58,11 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/attempts/rendering/formats/base.py",
         FORMATS,
-        ("bare text that reads like a number is one", 'if kind == "string":', "if False:"),
+        (
+            "bare text that reads like a number is one",
+            'return text if "string" in kinds and not kinds & KINDS.get(type(value), set()) else value',
+            "return value",
+        ),
     ),
     *faults(
         "rlframe/data/text/template.py",

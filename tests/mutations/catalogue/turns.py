@@ -160,7 +160,7 @@ MUTATIONS: list[Mutation] = [
             "text: Any = found[-1] if found else None",
             "text: Any = found[0] if found else None",
         ),
-        ("a judge's thoughts count", "reply.rpartition(THOUGHTS)[2].strip()", "reply.strip()"),
+        ("a judge's thoughts count", "_, ended, said = reply.rpartition(THOUGHTS)", "ended, said = True, reply"),
         (
             "a judge's number is not brought to 0 to 1",
             "return (number - config.lowest) / (config.highest - config.lowest)",

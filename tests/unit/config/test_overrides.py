@@ -102,6 +102,8 @@ def test_a_sweep_stays_a_sweep() -> None:
         ("train=", "train must name a file of configs/train: cpu, cuda, got ''; ~train removes the group"),
         ("=5", "'=5' must be key=value with a dotted key, such as train.dtype=float32"),
         ("", "'' must be key=value with a dotted key, such as train.dtype=float32"),
+        ("--steps=3", "'--steps=3' must have no dashes; write 'steps=3'"),
+        ("-seed=3", "'-seed=3' must have no dashes; write 'seed=3'"),
         ("a..b=1", "'a..b=1' must be key=value with a dotted key, such as train.dtype=float32"),
         (
             "seed=" + "[" * 100_000,
@@ -113,6 +115,11 @@ def test_what_hydra_would_break_on_is_refused(argument: str, fault: str) -> None
     with pytest.raises(ConfigError) as caught:
         rewrite(argument)
     assert list(map(str, caught.value.faults)) == [fault]
+
+
+def test_options_with_their_values_are_left_to_hydra() -> None:
+    options = ["--info=all", "--config-d=x", "-cn=grpo"]
+    assert rewritten(options, groups={}) == options
 
 
 def test_words_that_set_nothing_are_refused_together() -> None:

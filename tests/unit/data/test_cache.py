@@ -12,6 +12,7 @@ from rlframe.data.cache import cache_file, read
 from rlframe.data.config import DataConfig
 from rlframe.data.items import Item
 from rlframe.data.kinds import find_source
+from rlframe.data.storage.folder import evict
 from rlframe.data.training import TrainingSource
 from tests.unit.data.marks import write
 
@@ -171,6 +172,15 @@ def test_the_files_not_read_for_longest_make_room(tmp_path: Path, tokenizer: Pre
     fourth.unlink()
     made(3, files=0.5)
     assert set(folder.iterdir()) == {strange, first, third}
+
+
+def test_a_file_that_another_run_removes_meanwhile_is_no_reason_not_to_store(tmp_path: Path) -> None:
+    # A link to nowhere is listed, and then not there.
+    gone, old = (tmp_path / f"{digit * 64}.items" for digit in "01")
+    gone.symlink_to(tmp_path / "nowhere")
+    old.write_bytes(b"x" * 10)
+    evict(tmp_path, 5)
+    assert list(tmp_path.iterdir()) == [gone]
 
 
 def test_a_file_that_is_removed_while_it_is_read_is_made_anew(

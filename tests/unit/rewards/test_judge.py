@@ -5,6 +5,7 @@ import os
 import resource
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,8 @@ def test_forms_of_verdicts(form: dict[str, Any], reply: str, score: float) -> No
         ({}, "Score: 11"),
         ({}, "Score: -1"),
         ({}, "Score: 5</think>"),
+        ({}, "<think>\nScore: 5, or is it"),
+        ({"form": Form.JSON}, '\n<think>{"score": 5}'),
         ({"form": Form.JSON}, "{" * 5000),
         ({"form": Form.JSON}, '{"score": true}'),
         ({"form": Form.JSON}, '{"score": NaN}'),
@@ -286,6 +289,20 @@ def test_a_group_with_a_pair_without_a_verdict_has_no_scores() -> None:
     )
     assert [one.reward_troubles for one in rollouts] == [{"judge": "unparsable"}] * 3
     assert all(one.reward_failed for one in rollouts)
+
+
+def test_brackets_with_the_word_answer_are_no_place_of_the_answer() -> None:
+    one = rollout(0, "4")
+    one.prompt = replace(one.prompt, answer=None)
+    server, _ = judged(lambda request: "Score: 10", [one], template="{response}: say \\boxed{{answer}}")
+    assert one.reward == 1.0 and question(server.asked[0]) == "4: say \\boxed{answer}"
+
+
+@pytest.mark.parametrize("reply", ["<think>A is longer. A</think>", "<think>A or B?"])
+def test_a_comparison_that_is_only_thought_of_is_none(reply: str) -> None:
+    rollouts = [rollout(0, text, answer="x") for text in "ab"]
+    judged(lambda request: reply, rollouts, per=Per.GROUP, pair_template="{first}|{second}")
+    assert [one.reward_troubles for one in rollouts] == [{"judge": "unparsable"}] * 2
 
 
 def test_hostile_text_reaches_the_judge_as_it_is_and_decides_nothing() -> None:

@@ -46,6 +46,24 @@ def test_a_rollout_is_shown_with_its_numbers(output: Path, capsys: pytest.Captur
     assert last == ["2", "2", "r1.0", "1", "-0.5", "-0.25", "0.25", "1", "0"]
 
 
+def test_sequences_of_one_attempt_count_as_one(output: Path, capsys: pytest.CaptureFixture) -> None:
+    group = {"group_rewards": [2.0, 2.0, 1.5], "group_advantages": [0.5, 0.5, -0.5], "group_attempts": 2}
+    attempts = [(0, 0, 2.0), (0, 1, 2.0), (1, 0, 1.5)]
+    records = [
+        record(3, reward) | group | {"sample_index": index, "sequence": sequence, "group_place": place}
+        for place, (index, sequence, reward) in enumerate(attempts)
+    ]
+    write_samples(output, *records)
+    assert rollouts.main([str(output), "--best", "2"]) == 0
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if line.startswith("step")] == [
+        "step 3, prompt p0, attempt 0: reward 2",
+        "step 3, prompt p0, attempt 0, sequence 1: reward 2",
+        "step 3, prompt p0, attempt 1: reward 1.5",
+    ]
+    assert text.count("rewards of the group, 2 attempts in 3 sequences: 2 2 1.5; advantage here: 0.5") == 2
+
+
 def test_a_rollout_without_rewards_by_name_tells_how_it_ended(output: Path, capsys: pytest.CaptureFixture) -> None:
     write_samples(output, record(1, 0.5) | {"reward_parts": {}})
     rollouts.main([str(output)])

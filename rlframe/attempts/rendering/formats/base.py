@@ -3,7 +3,8 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 from rlframe.attempts.rendering.reply import Call, Part, schemas_of
@@ -13,6 +14,15 @@ from rlframe.data.text.tool_calls import Tool
 SPACE = re.compile(r"\s*")
 PYTHON = {"True": True, "False": False, "None": None}
 """Values that some templates write as Python does."""
+KINDS: dict[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
+"""Types of JSON schemas by the type of a value that is no text."""
 
 
 class Format(ABC):
@@ -80,18 +90,28 @@ def call_of(value: Any, text: str, *, arguments: str = "arguments") -> Call:
 
 
 def bare_value(text: str, name: str, tool: Tool | None) -> Any:
-    """Returns the value of an argument that is written without quotes: text if its schema says so, else what it is in
-    JSON, or text."""
-    schema = schemas_of(tool).get(name) if tool else None
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
-        return text
+    """Returns the value of an argument that is written without quotes: what it is in JSON, or text, which it also is
+    where its schema takes text and not such a value."""
+    kinds = set(_kinds(schemas_of(tool).get(name) if tool else None))
     if text in PYTHON:
-        return PYTHON[text]
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text
+        value = PYTHON[text]
+    else:
+        try:
+            value = parse_json(text)
+        except ValueError:
+            return text
+    # A text that may be null, as optional ones of MCP servers, may not be a number.
+    return text if "string" in kinds and not kinds & KINDS.get(type(value), set()) else value
+
+
+def _kinds(schema: Any) -> Iterator[str]:
+    """Yields the types that a JSON schema names."""
+    if isinstance(schema, dict):
+        kind = schema.get("type")
+        yield from (each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
+        for choice in ("anyOf", "oneOf"):
+            if isinstance(schemas := schema.get(choice), list):
+                yield from chain.from_iterable(map(_kinds, schemas))
 
 
 def calls_in(text: str, beginning: str, read: Callable[[str, int], tuple[Call, int]]) -> list[Part]:

@@ -42,8 +42,12 @@ function group(run, rollout, open) {
     run.attempts.find(
       (each) => each.step === rollout.step && each.group === rollout.group && each.group_place === place,
     );
+  const sequences = rollout.group_rewards.length;
+  // Files of before the number of attempts have none.
+  const attempts = rollout.group_attempts ?? sequences;
+  const parts = attempts < sequences ? `, which are ${sequences} sequences` : "";
   return [
-    el("h3", {}, `Group: ${rollout.group_rewards.length} attempts at this prompt`),
+    el("h3", {}, `Group: ${attempts} attempts at this prompt${parts}`),
     el("p", { class: "quiet" }, "Reward, and below it the mean advantage. Attempts that are kept can be opened."),
     el(
       "div",

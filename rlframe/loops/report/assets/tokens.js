@@ -38,10 +38,11 @@ const COLOURINGS = {
   version: { title: "version of the weights", legend: [] },
 };
 
+// Null where there is none, or a number is not finite, which files have as null.
 function gapOf(tokens, place) {
-  return tokens.trainer_logprobs && tokens.sampled[place]
-    ? tokens.trainer_logprobs[place] - tokens.rollout_logprobs[place]
-    : null;
+  if (!tokens.sampled[place]) return null;
+  const [trainer, engine] = [tokens.trainer_logprobs?.[place] ?? null, tokens.rollout_logprobs[place]];
+  return trainer === null || engine === null ? null : trainer - engine;
 }
 
 function greatest(values) {

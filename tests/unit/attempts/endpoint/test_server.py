@@ -1,6 +1,10 @@
 """The server of endpoints: its start."""
 
 import asyncio
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -29,3 +33,33 @@ def test_an_attempt_that_is_cancelled_while_the_server_starts_ends_itself_only(t
         return endpoint.url
 
     assert ":0/" not in asyncio.run(run())
+
+
+def test_a_server_that_could_not_listen_starts_with_a_later_attempt() -> None:
+    desk: Any = None
+
+    async def run() -> str:
+        server = Server("127.0.0.1")
+        try:
+            with no_descriptor_left(), pytest.raises(OSError, match="Too many open files"):
+                await server.open(desk, seed=0)
+            _, endpoint = await server.open(desk, seed=0)
+        finally:
+            await server.stop()
+        return endpoint.url
+
+    assert ":0/" not in asyncio.run(run())
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Lets this process open no file inside the block."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        yield

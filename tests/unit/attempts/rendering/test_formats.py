@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rlframe.attempts.rendering.formats import find_format, names
+from rlframe.attempts.rendering.formats.base import bare_value
 from rlframe.attempts.rendering.reasoning import STYLES
 from rlframe.attempts.rendering.reply import Call, fault_of, id_of
 
@@ -154,6 +155,24 @@ def test_bare_values_have_the_type_of_their_schema() -> None:
     assert read("glm", text.format("deep", '{"x": [null]}')) == [("add", {"deep": {"x": [None]}})]
     assert read("glm", text.format("other", "True")) == [("add", {"other": True})]
     assert read("glm", text.format("other", "so so")) == [("add", {"other": "so so"})]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}, {"type": ["string", "null"]}],
+)
+@pytest.mark.parametrize(
+    ("bare", "value"), [("123", "123"), ("null", None), ("None", None), ("true", "true"), ('"x"', '"x"'), ("x", "x")]
+)
+def test_an_optional_text_is_a_text_or_null(schema: dict[str, Any], bare: str, value: Any) -> None:
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"query": schema}}}}
+    assert bare_value(bare, "query", tool) == value
+
+
+def test_a_value_that_may_be_text_or_a_number_is_what_it_reads_like() -> None:
+    either = {"anyOf": [{"type": "string"}, {"oneOf": [{"type": "number"}, {"type": "array"}]}]}
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"query": either}}}}
+    assert [bare_value(bare, "query", tool) for bare in ("1", "1.5", "[1]", "x", "{}")] == [1, 1.5, [1], "x", "{}"]
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,15 @@ def test_a_response_gets_the_score_of_the_verifier() -> None:
     ("path", "said"),
     [
         ("reasoning_gym:nobody", "has no data set 'nobody'; it has ab, acre"),
-        ("reasoning_gym:chain_sum?size=0", "refuses the settings of chain_sum"),
+        ("reasoning_gym:chain_sum?size=0", "size must be a whole number of at least 1, got 0"),
+        ("reasoning_gym:chain_sum?size=many", "size must be a whole number of at least 1, got 'many'"),
+        ("reasoning_gym:chain_sum?size=1.5", "size must be a whole number of at least 1, got 1.5"),
+        ("reasoning_gym:chain_sum?seed=x", "seed must be a whole number, got 'x'"),
+        ("reasoning_gym:chain_sum?seed=null", "seed must be a whole number, got None"),
         ("reasoning_gym:chain_sum?nobody=1", "refuses the settings of chain_sum"),
     ],
 )
-def test_what_cannot_be_made_is_a_sentence(path: str, said: str) -> None:
+@pytest.mark.parametrize("split", Split)
+def test_what_cannot_be_made_is_a_sentence(path: str, said: str, split: Split) -> None:
     with pytest.raises(DataError, match=said):
-        records(path, Split.TRAIN)
+        records(path, split)

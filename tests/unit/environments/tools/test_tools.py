@@ -11,7 +11,7 @@ import pytest
 from rlframe.data.builtin.multiplication import CALCULATOR
 from rlframe.environments.base import Step, Turn, find_environment
 from rlframe.environments.config import EnvironmentConfig
-from rlframe.environments.tools.calculator import Calculator, CalculatorConfig
+from rlframe.environments.tools.calculator import Calculator, CalculatorConfig, value_of
 from rlframe.types.input import ModelInput
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
@@ -144,6 +144,13 @@ def test_what_cannot_be_called_is_an_answer_that_the_policy_reads() -> None:
     ]
     assert [message["role"] for message in answered.messages] == ["tool"] * 5 + ["user"]
     assert answered.metrics == {"tool_calls": 5.0, "failed_tool_calls": 5.0, "malformed_tool_calls": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("1**5000", 1), ("(-1)**5001", -1), ("2**-5000", 0), ("2**1023", 2**1023)]
+)
+def test_a_power_with_a_large_exponent_need_not_be_large(expression: str, value: int) -> None:
+    assert value_of(expression) == value
 
 
 def test_functions_of_ones_own_are_described_by_their_hints_and_docstrings(file: str) -> None:

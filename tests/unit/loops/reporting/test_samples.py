@@ -96,7 +96,7 @@ def test_each_sequence_of_an_attempt_has_the_rewards_at_the_tokens_of_all(tmp_pa
     write(tmp_path, choose(SamplesConfig(keep=[Keep.ALL]), 1, rollouts, batch.with_advantages(torch.zeros(12))))
     records = list(read_samples(sample_files(tmp_path)[0][2]))
     assert [each["reward"] for each in records] == rewards_by_sequence(batch).tolist() == [3.25, 3.25, 0.5]
-    assert all(each["group_rewards"] == [3.25, 3.25, 0.5] for each in records)
+    assert all(each["group_rewards"] == [3.25, 3.25, 0.5] and each["group_attempts"] == 2 for each in records)
 
 
 def test_every_token_has_its_numbers(tmp_path: Path) -> None:

@@ -15,12 +15,22 @@ from triton.language.extra import cuda
 
 from rlframe.rollout.vllm.attention.plan import Plan, Tuning, queries_of_item
 
-JOINED, JOINED_COLUMNS = 128, 64
-"""Results of queries that a program joins at once, and numbers of each of them."""
-FEW_PROGRAMS, FEW_QUERIES = 512, 2
-"""Most programs, and queries of a head of keys and values, with which several results are joined at once. On an H200 it
-took 18 microseconds in place of 23 for a group of eight sequences, but 40 in place of 28 for 256 sequences, and 90 in
-place of 73 with eight queries for each head."""
+
+class Joining(NamedTuple):
+    """Numbers that say how results are joined."""
+
+    parts: int
+    """Results of a row that a program joins at once."""
+    columns: int
+    """Numbers of each of them."""
+    warps: int
+
+
+FEW = Joining(16, 32, 1)
+"""For up to `FEW_PROGRAMS` rows and heads of keys and values, each read by up to `FEW_QUERIES` heads of queries. One of
+the best four of 17 on an H200 for 8 and 64 sequences and 2, 4 and 8 such heads, up to 8 microseconds a layer better
+than results one by one. Those were better by 4 for 256 sequences (2026-11-29, by hand)."""
+FEW_PROGRAMS, FEW_QUERIES = 512, 8
 
 
 @triton.jit
@@ -192,20 +202,10 @@ def tokens_and_warps(tuning: Tuning, size: int) -> tuple[int, int]:
     return max(tuning.tokens // 2, 16), max(tuning.warps, 4)
 
 
-class Joining(NamedTuple):
-    """Numbers that say how results are joined."""
-
-    parts: int
-    """Results of a row that a program joins at once."""
-    columns: int
-    """Numbers of each of them."""
-    warps: int
-
-
 def joining_for(rows: int, heads: int, group: int, size: int) -> Joining:
     """Returns how the results of so many rows are joined."""
     if rows * heads <= FEW_PROGRAMS and group <= FEW_QUERIES:
-        return Joining(JOINED // triton.next_power_of_2(group), min(JOINED_COLUMNS, size), 4)
+        return FEW._replace(columns=min(FEW.columns, size))
     return Joining(1, size, 1 if group * size <= 512 else 4)
 
 

@@ -165,7 +165,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, weight, bias)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     result = multiply(flat, weight, bias, tiles_for(*weight.shape, processors=processors), dependent=True)
-    return result.view(*x.shape[:-1], -1)
+    return result.view(*x.shape[:-1], len(weight))
 
 
 def _shaped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

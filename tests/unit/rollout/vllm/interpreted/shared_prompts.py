@@ -76,9 +76,8 @@ def test_every_row_attends_to_its_tokens(
     monkeypatch: pytest.MonkeyPatch, case: int, query_heads: int, least: int, tokens: int
 ) -> None:
     monkeypatch.setattr(plans, "CHUNK_STEP", 4)
-    # Two results at once of one head of queries, one of more: rows have up to five. Or one by one.
-    monkeypatch.setattr(kernels, "JOINED", 2 * query_heads // HEADS)
-    monkeypatch.setattr(kernels, "JOINED_COLUMNS", SIZE // 2)
+    # Two results at once of half a row, which has up to five. Or one by one.
+    monkeypatch.setattr(kernels, "FEW", kernels.Joining(2, SIZE // 2, 1))
     monkeypatch.setattr(kernels, "FEW_QUERIES", 0 if least > 4 else 8)
     pages, counts = SHARED[case]
     tables, lengths = tables_of(pages), torch.tensor(counts, dtype=torch.int32)

@@ -160,7 +160,7 @@ class TrainerSeconds:
         """Returns the seconds of one micro-batch on a rank of a stage."""
         memory, train, speeds = self.memory, self.memory.train, self.speeds
         parallel, tokens = memory.parallel, self.tokens
-        again = activations.recomputed_fraction(train, len(stage.layers)) if backward else 0.0
+        again = activations.recomputed_fraction(train, stage.chunks) if backward else 0.0
         times = (3.0 if backward else 1.0) + again
         last = stage.stage == parallel.pp - 1
         mtp = train.mtp if backward else None

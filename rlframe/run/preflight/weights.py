@@ -43,8 +43,8 @@ class StageWeights:
     """Numbers of parameters of one rank of a pipeline stage."""
 
     stage: int
-    layers: tuple[int, ...]
-    """Global indices of its layers."""
+    chunks: tuple[tuple[int, ...], ...]
+    """Global indices of the layers of each of its chunks."""
     dense: int
     """Parameters of attention, norms, routers, dense MLPs, embedding and output layer."""
     experts: int
@@ -54,6 +54,11 @@ class StageWeights:
     trained_experts: int
     adapted: int = 0
     """Parameters that have an adapter, which are held a second time, merged."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Global indices of its layers."""
+        return tuple(layer for chunk in self.chunks for layer in chunk)
 
     @property
     def all(self) -> int:
@@ -86,15 +91,18 @@ class Counter:
         counts = chunk_layers(self.architecture.num_layers, **parallel.stages)
         found = []
         for stage in range(parallel.pp):
-            chunks = range(stage, len(counts), parallel.pp)
-            layers = tuple(
-                layer for chunk in chunks for layer in range(sum(counts[:chunk]), sum(counts[:chunk]) + counts[chunk])
+            chunks = tuple(
+                tuple(range(sum(counts[:chunk]), sum(counts[: chunk + 1])))
+                for chunk in range(stage, len(counts), parallel.pp)
             )
-            found.append(self._stage(parallel, lora, stage, layers))
+            found.append(self._stage(parallel, lora, stage, chunks))
         return found
 
-    def _stage(self, parallel: Parallel, lora: LoraConfig | None, stage: int, layers: tuple[int, ...]) -> StageWeights:
+    def _stage(
+        self, parallel: Parallel, lora: LoraConfig | None, stage: int, chunks: tuple[tuple[int, ...], ...]
+    ) -> StageWeights:
         first, last = stage == 0, stage == parallel.pp - 1
+        layers = tuple(layer for chunk in chunks for layer in chunk)
         parts = [self._layer(parallel, layer) for layer in layers]
         ends = {(True, True): "both ends", (True, False): "embedding", (False, True): "output"}
         if end := ends.get((first, last)):
@@ -105,14 +113,14 @@ class Counter:
         if lora is None:
             still = self._head(parallel) if last and self.frozen_mtp else (0, 0)
             return StageWeights(
-                stage=stage, layers=layers, dense=dense, experts=experts, head=head,
+                stage=stage, chunks=chunks, dense=dense, experts=experts, head=head,
                 trained_dense=dense - frozen - still[0], trained_experts=experts - still[1],
             )  # fmt: skip
         adapters = [self._adapters(parallel, lora, layer) for layer in layers]
         # A stage may have no layer.
         trained_dense, trained_experts, adapted = map(sum, zip(*adapters, strict=True)) if adapters else (0, 0, 0)
         return StageWeights(
-            stage=stage, layers=layers, dense=dense, experts=experts, head=head, trained_dense=trained_dense,
+            stage=stage, chunks=chunks, dense=dense, experts=experts, head=head, trained_dense=trained_dense,
             trained_experts=trained_experts, adapted=adapted,
         )  # fmt: skip
 

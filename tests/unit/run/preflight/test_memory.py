@@ -12,6 +12,7 @@ from rlframe.models.families.base import Family
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.shards import parameters, shards_of_rank
+from rlframe.run.preflight.activations import recomputed_fraction
 from rlframe.run.preflight.devices import KINDS, named
 from rlframe.run.preflight.parts import Part, Phase, Process
 from rlframe.run.preflight.plan import Plan
@@ -117,6 +118,16 @@ def test_tensor_parallel_ranks_share_activations_and_pipeline_stages_hold_severa
     kept = {part.name: part.bytes for part in first.work[Phase.TRAIN]}["activations"]
     assert kept == pytest.approx(part(whole, Phase.TRAIN, "activations"))
     assert {part.name: part.bytes for part in last.work[Phase.TRAIN]}["activations"] == pytest.approx(kept / 2)
+
+
+def test_each_chunk_of_a_stage_recomputes_its_own_first_layers(tmp_path: Path) -> None:
+    settings = ("train.recompute=full", "train.recompute_options.method=block", "train.recompute_options.layers=3")
+    found = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1p2v3", *settings).trainer
+    without = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1p2v3").trainer
+    tokens, each = found.tokens, without.activations(without.stages()[0]).kept / 18
+    # Three chunks of six layers, of which three keep their input alone.
+    assert found.activations(found.stages()[0]).kept == pytest.approx(9 * tokens * 2560 * 2 + 9 * each)
+    assert recomputed_fraction(found.train, found.stages()[0].chunks) == 1 / 2
 
 
 def test_a_device_has_the_speeds_of_its_kind_whatever_the_driver_calls_it() -> None:

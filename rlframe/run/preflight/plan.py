@@ -29,6 +29,7 @@ from rlframe.run.roles import teacher_engine, topology
 from rlframe.run.teacher import TeacherPlacement
 from rlframe.types.results import Output
 from rlframe.utils.faults import Fault
+from rlframe.weight_sync.config import LoraSync
 
 MAX_LENGTH = 16384
 """Longest response that the estimate assumes where nothing else bounds it."""
@@ -143,6 +144,7 @@ class Plan:
             logits_copies=copies,
             float32_logits=self.run.model.float32_logits,
             forward_passes=self.computes_old_logprobs or needs.reference or bool(teacher),
+            merges=self.run.weight_sync.lora is LoraSync.MERGED,
             cuda=self.cuda,
             quantizes=self.workload.sampled and self.run.rollout.engine_format is not EngineFormat.NONE,
             teacher_bytes=self._frozen_bytes(teacher.model, self.parallel) if inside and teacher else 0.0,
@@ -314,9 +316,11 @@ class Plan:
     def reference_bytes(self) -> float:
         """Bytes of the reference's weights that a rank keeps in host memory, and exchanges with its own each step."""
         needed = self.algorithm.needs_reference and not self.algorithm.precomputes_reference
-        if not needed or self.run.train.lora:
+        if not needed:
             return 0.0
-        return max(stage.all for stage in self.trainer.stages()) * self.trainer.itemsize
+        with_adapters = self.run.train.lora is not None
+        counts = (stage.saved if with_adapters else stage.all for stage in self.trainer.stages())
+        return max(counts) * self.trainer.itemsize
 
     @property
     def resident_bytes(self) -> float:

@@ -45,6 +45,8 @@ class TrainerMemory:
     """See ModelConfig."""
     forward_passes: bool = True
     """Whether a phase of logprobs precedes training."""
+    merges: bool = True
+    """Whether weights with adapters are held a second time, merged."""
     cuda: bool = True
     teacher_bytes: float = 0.0
     """Weights of a teacher in the same ranks."""
@@ -75,7 +77,7 @@ class TrainerMemory:
         """Returns a rank of one stage."""
         context = tuple(self._context())
         weights = Part("parameters", stage.all * self.itemsize)
-        merged = Part("merged adapters", stage.adapted * self.itemsize)
+        merged = Part("merged adapters", stage.adapted * self.itemsize if self.merges else 0)
         quantized = Part("weights as engines receive them, in 8 bits", self.matrices(stage) if self.quantizes else 0)
         teacher = Part("teacher", self.teacher_bytes)
         states = tuple(self.states(stage))
@@ -138,7 +140,7 @@ class TrainerMemory:
     def _training(self, stage: StageWeights) -> Iterator[Part]:
         kept = self._activations(stage)
         end = self._end(stage)
-        trained = self.train.lora is None and stage.head
+        trained = stage.head and stage.trains_head
         head_gradient = stage.head * self.itemsize if trained else 0
         if self.float32_logits and end[0]:
             # The gradient of the logits, rounded.

@@ -30,6 +30,11 @@ def part(found: Plan, phase: Phase, name: str) -> float:
     return next(each.bytes for role, each in found.devices[0].at(phase) if (role, each.name) == ("policy", name))
 
 
+def names(found: Plan) -> set[str]:
+    """The parts of the policy while it trains."""
+    return {each.name for role, each in found.devices[0].at(Phase.TRAIN) if role == "policy"}
+
+
 def test_parameters_of_a_rank_are_those_of_the_published_dimensions() -> None:
     counter = Counter(QWEN3_MOE, QWEN3_MOE.architecture(MOE))
     (whole,) = counter.stages(Parallel())
@@ -62,7 +67,47 @@ def test_an_adapter_of_rank_r_has_r_numbers_for_each_row_and_column() -> None:
     counter = Counter(QWEN3, QWEN3.architecture(QWEN3_4B))
     (found,) = counter.stages(Parallel(), LoraConfig(rank=8, target_modules=["q_proj", "linear_fc2"]))
     assert found.trained_dense == 36 * 8 * ((2560 + 4096) + (9728 + 2560))
-    assert found.adapted == 36 * (2560 * 4096 + 9728 * 2560)
+    # Megatron keeps queries, keys and values in one weight, which is merged whole.
+    assert found.adapted == 36 * (2560 * (4096 + 2 * 1024) + 9728 * 2560)
+
+
+def test_each_tensor_parallel_rank_has_one_half_of_an_adapter_whole() -> None:
+    counter = Counter(QWEN3, QWEN3.architecture(QWEN3_4B))
+    found, *_ = counter.stages(Parallel(tp=2), LoraConfig(rank=8, target_modules=["q_proj", "linear_fc2"]))
+    assert found.trained_dense == 36 * 8 * ((2560 + 4096 // 2) + (9728 // 2 + 2560))
+
+
+def test_modules_to_save_are_trained_in_full_in_every_stage_that_holds_them(tmp_path: Path) -> None:
+    counter = Counter(QWEN3, QWEN3.architecture(QWEN3_4B))
+    config = LoraConfig(rank=8, target_modules=["q_proj"], modules_to_save=["embed_tokens", "q_norm"])
+    stages = counter.stages(Parallel(pp=2), config)
+    # The last stage has a copy of the tied embedding.
+    saved = 151936 * 2560 + 18 * 128
+    assert [stage.saved for stage in stages] == [saved, saved]
+    assert [stage.trained_dense for stage in stages] == [saved + 18 * 8 * (2560 + 4096)] * 2
+    overrides = ("train.parallel=d1", "+train.lora.rank=8", "+train.lora.modules_to_save=[embed_tokens]")
+    whole = planned(tmp_path / "a", QWEN3_4B, *overrides)
+    (stage,) = whole.trainer.stages()
+    assert part(whole, Phase.TRAIN, "gradients") == 4 * stage.trained_dense > 4 * 151936 * 2560
+    without = planned(tmp_path / "a", QWEN3_4B, *overrides[:2])
+    assert "gradient of the output layer" not in names(without)
+    assert part(whole, Phase.TRAIN, "gradient of the output layer") == 2 * 151936 * 2560
+
+
+def test_the_head_of_values_is_trained_beside_adapters() -> None:
+    counter = Counter(QWEN3, QWEN3.architecture(QWEN3_4B).with_outputs(1))
+    (stage,) = counter.stages(Parallel(), LoraConfig(rank=8, target_modules=["q_proj"]))
+    assert (stage.saved, stage.trained_dense) == (2560, 2560 + 36 * 8 * (2560 + 4096))
+
+
+def test_adapters_that_engines_receive_unmerged_have_no_merged_copy_of_their_weights(tmp_path: Path) -> None:
+    settings = ("train.parallel=d1", "+train.lora.rank=8", "rollout.sleep_level=1")
+    merged = planned(tmp_path / "a", QWEN3_4B, *settings)
+    apart = planned(tmp_path / "a", QWEN3_4B, *settings, "weight_sync.lora=adapter")
+    # Of a layer all weights but the norms have adapters.
+    layer = 2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728
+    assert part(merged, Phase.TRAIN, "merged adapters") == 2 * 36 * layer
+    assert "merged adapters" not in names(apart)
 
 
 def test_a_stage_without_layers_trains_no_adapter() -> None:

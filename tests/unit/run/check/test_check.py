@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from rlframe.models.hub import EMBEDDED
 from rlframe.run.check import check, checked
@@ -351,6 +353,20 @@ def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp
     ]
     (start / "metadata.json").touch()
     assert faults(model, f"checkpoint.start_from={start}") == []
+
+
+def test_a_head_that_is_kept_must_be_in_what_a_run_starts_from(model: str, tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    dcp.save({"decoder.final_layernorm.weight": torch.ones(2)}, checkpoint_id=start, no_dist=True)
+    (start / "metadata.json").touch()
+    given = ["train.mtp.mode=keep", f"checkpoint.start_from={start}"]
+    found = [fault for fault in faults(model, *given) if "start_from" in fault]
+    assert found == [
+        f"train.mtp.mode must be drop, got keep: checkpoint.start_from={start} has no head for multi-token prediction; "
+        "or start from another checkpoint"
+    ]
+    dcp.save({"mtp_head.norm.weight": torch.ones(2)}, checkpoint_id=start, no_dist=True)
+    assert not [fault for fault in faults(model, *given) if "start_from" in fault]
 
 
 def test_a_users_reward_must_not_need_a_field_that_no_record_has(model: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -54,6 +54,7 @@ def command_line(arguments: Sequence[str], *, default_name: str) -> list[str]:
         return written
     if name is not None:
         _check_name(name, folders)
+    _check_places(name or default_name, arguments, folders)
     return _with_replaced(name or default_name, arguments, written, folders)
 
 
@@ -125,6 +126,7 @@ def composed(config_name: str, overrides: Sequence[str] = (), *, config_dir: str
     folders = config_folders(config_dir)
     _check_name(config_name, folders)
     written = rewritten(list(overrides), groups=choices(folders))
+    _check_places(config_name, overrides, folders)
     found = _compose(config_name, _with_replaced(config_name, overrides, written, folders), folders)
     return to_values(found, config_name=config_name)
 
@@ -145,9 +147,7 @@ def _with_replaced(
     for section in SECTIONS:
         if not any(argument.startswith(section) for argument in arguments):
             continue
-        groups = choices(folders)
-        chosen = [word for word in arguments if word.partition("=")[0] in groups and "," not in word]
-        there = OmegaConf.select(_compose(config_name, chosen, folders), section)
+        there = OmegaConf.select(_of_files(config_name, arguments, folders), section)
         gone = deletions(section, arguments, there or {})
         if gone:
             names = ", ".join(each.removeprefix(f"~{section}.") for each in gone)
@@ -156,6 +156,37 @@ def _with_replaced(
         place = next(index for index, word in enumerate(written) if word.lstrip("+~").startswith(section))
         written = [*written[:place], *gone, *written[place:]]
     return written
+
+
+def _check_places(config_name: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
+    """Raises a ConfigError for arguments inside of a list of the files that name none of its items, on which Hydra
+    breaks."""
+    keys = {word: word.lstrip("+~").partition("=")[0] for word in arguments if not word.startswith("-")}
+    # No list lies nearer to the root than in a section.
+    inside = {word: key for word, key in keys.items() if key.count(".") > 1 and not key.startswith("hydra.")}
+    if not inside:
+        return
+    there, faults = _of_files(config_name, arguments, folders), []
+    for word, key in inside.items():
+        parts = key.split(".")
+        for count in range(2, len(parts)):
+            whole, place = ".".join(parts[:count]), parts[count]
+            items = OmegaConf.select(there, whole, throw_on_resolution_failure=False)
+            if whole in keys.values() or not isinstance(items, ListConfig):
+                continue
+            if word.startswith("~") or not place.isdecimal() or int(place) >= len(items):
+                rule = f"must be the place of an item of {whole}, which the files give as a list of {len(items)}"
+                faults.append(Fault(key, rule, got=word, hint=f"write the whole list as {whole}=[...]"))
+            break
+    if faults:
+        raise ConfigError(faults)
+
+
+def _of_files(config_name: str, arguments: Sequence[str], folders: Sequence[Path]) -> DictConfig:
+    """Returns the values of the files alone, of the groups that `arguments` choose."""
+    groups = choices(folders)
+    chosen = [word for word in arguments if word.partition("=")[0] in groups and "," not in word]
+    return _compose(config_name, chosen, folders)
 
 
 def refusal(error: Exception) -> ConfigError:

@@ -1,5 +1,6 @@
 """Composition of the shipped configs with overrides."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,25 @@ def test_a_layout_needs_no_quotes_beyond_the_shell() -> None:
 
 def test_a_group_is_chosen_by_name() -> None:
     assert isinstance(load("grpo_qwen3_moe", ["algorithm=sft"]).algorithm, SftConfig)
+
+
+@pytest.mark.parametrize("argument", ["x=1", "+x.y=1", "~0", "2=c", "+2=c"])
+def test_a_key_inside_of_a_list_of_the_files_is_refused(tmp_path: Path, argument: str) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_qwen3_moe, _self_]\nrollout: {stop: [a, b]}\n")
+    word = re.sub(r"^([+~]?)", r"\1rollout.stop.", argument)
+    key = word.strip("+~").partition("=")[0]
+    expected = (
+        f"{key} must be the place of an item of rollout.stop, which the files give as a list of 2, got {word}; "
+        "write the whole list as rollout.stop=[...]"
+    )
+    for compose in (
+        lambda: load("mine", [word], config_dir=str(tmp_path)),
+        lambda: command_line(["--config-dir", str(tmp_path), "--config-name", "mine", word], default_name=""),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            compose()
+        assert [str(fault) for fault in caught.value.faults] == [expected]
+    assert load("mine", ["rollout.stop.1=c"], config_dir=str(tmp_path)).rollout.stop == ["a", "c"]
 
 
 def test_what_the_critic_leaves_out_is_as_in_train() -> None:

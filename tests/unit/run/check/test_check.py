@@ -295,6 +295,13 @@ def test_settings_that_only_rollouts_use_are_faults_of_a_supervised_run(model: s
     assert sorted(fault.split()[0] for fault in found) == sorted(keys)
 
 
+def test_a_reload_needs_an_engine_with_a_loader(model: str) -> None:
+    assert faults(model, "weight_sync.transport=reload") == [
+        "weight_sync.transport must not be reload, got reload: rollout.name=transformers has no loader of its own; "
+        "auto chooses one that works"
+    ]
+
+
 def test_of_a_streamed_dataset_the_beginning_is_looked_at_and_nothing_is_held_out(model: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "q", "response": "r"}\n' * 3 + "no record\n")

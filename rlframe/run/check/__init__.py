@@ -226,7 +226,7 @@ TOPICS = {
     devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
     devices.engine: {"model", "rollout", "algorithm"},
     loop.environment: {"rollout", "algorithm"},
-    devices.transport: {"weight_sync", "cluster", "algorithm"},
+    devices.transport: {"weight_sync", "rollout", "cluster", "algorithm"},
     batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
     check_data: {"data", "seed"},
     data.curriculum_faults: {"data", "reward", "judge", "steps", "algorithm"},

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from rlframe.config.load import composed
 from rlframe.models.hub import EMBEDDED
 from rlframe.run.check import check, checked
 from rlframe.run.load import load
@@ -300,6 +301,11 @@ def test_a_reload_needs_an_engine_with_a_loader(model: str) -> None:
         "weight_sync.transport must not be reload, got reload: rollout.name=transformers has no loader of its own; "
         "auto chooses one that works"
     ]
+    # Which engine it is is not known where the rollout cannot be built.
+    values = composed("grpo_qwen3_moe", [f"model.path={model}", "rollout=vllm", "rollout.max_tokens=-3"])
+    with pytest.raises(ConfigError) as caught:
+        checked(values | {"weight_sync": {"transport": "reload"}})
+    assert not [fault for fault in caught.value.faults if str(fault.key) == "weight_sync.transport"]
 
 
 def test_of_a_streamed_dataset_the_beginning_is_looked_at_and_nothing_is_held_out(model: str, tmp_path: Path) -> None:

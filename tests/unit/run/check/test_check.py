@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlframe.config.load import composed
 from rlframe.models.hub import EMBEDDED
@@ -370,7 +370,7 @@ def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp
 
 def test_a_head_that_is_kept_must_be_in_what_a_run_starts_from(model: str, tmp_path: Path) -> None:
     start = tmp_path / "start"
-    dcp.save({"decoder.final_layernorm.weight": torch.ones(2)}, checkpoint_id=start, no_dist=True)
+    save({"decoder.final_layernorm.weight": torch.ones(2)}, checkpoint_id=start, no_dist=True)
     (start / "metadata.json").touch()
     given = ["train.mtp.mode=keep", f"checkpoint.start_from={start}"]
     found = [fault for fault in faults(model, *given) if "start_from" in fault]
@@ -378,7 +378,7 @@ def test_a_head_that_is_kept_must_be_in_what_a_run_starts_from(model: str, tmp_p
         f"train.mtp.mode must be drop, got keep: checkpoint.start_from={start} has no head for multi-token prediction; "
         "or start from another checkpoint"
     ]
-    dcp.save({"mtp_head.norm.weight": torch.ones(2)}, checkpoint_id=start, no_dist=True)
+    save({"mtp_head.norm.weight": torch.ones(2)}, checkpoint_id=start, no_dist=True)
     assert not [fault for fault in faults(model, *given) if "start_from" in fault]
 
 

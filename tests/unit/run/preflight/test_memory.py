@@ -226,6 +226,17 @@ def test_main_weights_and_moments_that_wait_in_host_memory_leave_the_device(tmp_
     assert stays.step_seconds["train"] < releases.step_seconds["train"] < sleeps.step_seconds["train"]
 
 
+def test_a_reference_that_follows_the_policy_has_its_float32_values_in_host_memory_and_in_checkpoints(
+    tmp_path: Path,
+) -> None:
+    settings = ("train.parallel=d2", "algorithm.kl_coefficient=0.1")
+    stays = planned(tmp_path / "a", QWEN3_4B, *settings)
+    follows = planned(tmp_path / "a", QWEN3_4B, *settings, "algorithm.reference_update.every_steps=2")
+    assert stays.host_bytes == 2 * 2 * 4_022_468_096
+    assert follows.host_bytes - stays.host_bytes == 2 * 4 * 4_022_468_096
+    assert follows.checkpoint_copy_bytes - stays.checkpoint_copy_bytes == 2 * 4 * 4_022_468_096
+
+
 def test_a_long_sequence_keeps_its_layers_inputs_on_the_host_and_few_logits(tmp_path: Path) -> None:
     settings = ("train.parallel=c2", "train.max_tokens_per_microbatch=65536", "train.recompute=full")
     tokens, hidden, vocabulary = 65536, 2560, 151936

@@ -29,7 +29,6 @@ from rlframe.run.roles import teacher_engine, topology
 from rlframe.run.teacher import TeacherPlacement
 from rlframe.types.results import Output
 from rlframe.utils.faults import Fault
-from rlframe.weight_sync.config import LoraSync
 
 MAX_LENGTH = 16384
 """Longest response that the estimate assumes where nothing else bounds it."""
@@ -144,7 +143,7 @@ class Plan:
             logits_copies=copies,
             float32_logits=self.run.model.float32_logits,
             forward_passes=self.computes_old_logprobs or needs.reference or bool(teacher),
-            merges=self.run.weight_sync.lora is LoraSync.MERGED,
+            merges=self.run.sends_merged(online=self.algorithm.online),
             cuda=self.cuda,
             quantizes=self.workload.sampled and self.run.rollout.engine_format is not EngineFormat.NONE,
             teacher_bytes=self._frozen_bytes(teacher.model, self.parallel) if inside and teacher else 0.0,
@@ -161,7 +160,7 @@ class Plan:
             role=CRITIC, train=self.run.critic_train, architecture=counter.architecture, counter=counter,
             tokens=division.tokens, microbatches=division.microbatches,
             sequence_tokens=self.workload.sequence_tokens, keys_per_token=division.keys_per_token,
-            forward_passes=False, cuda=self.cuda, phase=Phase.CRITIC,
+            forward_passes=False, merges=False, cuda=self.cuda, phase=Phase.CRITIC,
         )  # fmt: skip
 
     @cached_property

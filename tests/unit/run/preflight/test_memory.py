@@ -12,12 +12,14 @@ from rlframe.models.families.base import Family
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.shards import parameters, shards_of_rank
+from rlframe.run.check.context import algorithm_of
+from rlframe.run.load import load
 from rlframe.run.preflight.activations import recomputed_fraction
 from rlframe.run.preflight.devices import KINDS, named
 from rlframe.run.preflight.parts import Part, Phase, Process
-from rlframe.run.preflight.plan import Plan
+from rlframe.run.preflight.plan import Plan, plan
 from rlframe.run.preflight.weights import Counter
-from tests.unit.run.preflight.models import MOE, QWEN3_4B, SPARSE, planned
+from tests.unit.run.preflight.models import MOE, QWEN3_4B, SPARSE, folder, planned
 
 ATTENTION = 2048 * (32 + 4 + 4) * 128 + 32 * 128 * 2048 + 2 * 128
 """Parameters of a layer of Qwen3-30B-A3B: query, key, value and output matrices, and two norms of heads."""
@@ -108,6 +110,15 @@ def test_adapters_that_engines_receive_unmerged_have_no_merged_copy_of_their_wei
     layer = 2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728
     assert part(merged, Phase.TRAIN, "merged adapters") == 2 * 36 * layer
     assert "merged adapters" not in names(apart)
+
+
+def test_without_engines_nobody_holds_merged_weights(tmp_path: Path) -> None:
+    model = f"model.path={folder(tmp_path / 'a', QWEN3_4B)}"
+    run = load("sft_qwen3_8b", [model, "train.parallel=d1", "+train.lora.rank=8"])
+    assert "merged adapters" not in names(plan(run, algorithm_of(run), KINDS["h200"]))
+    with_critic = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1", "+train.lora.rank=8", "algorithm=ppo")
+    held = {role for role, each in with_critic.devices[0].at(Phase.TRAIN) if each.name == "merged adapters"}
+    assert held == {"policy"}
 
 
 def test_a_stage_without_layers_trains_no_adapter() -> None:

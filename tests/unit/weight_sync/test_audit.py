@@ -213,3 +213,10 @@ def test_a_bit_that_is_changed_to_test_the_proof_is_noticed_and_sent_again(trans
     world.sync.publish(version=2)
     world.sync.audit()
     world.expect(2)
+
+
+def test_a_parameter_that_is_packed_elsewhere_is_not_disturbed() -> None:
+    parameters = {"packed": torch.empty(0), "norm": torch.ones(3)}
+    rank = destination(None, parameters, tensors={"norm": (3,)}, refusal="packs its weights")
+    before = rank.snapshot()
+    assert rank.disturb() == "norm" and rank.snapshot() != before

@@ -229,7 +229,7 @@ TOPICS = {
     devices.transport: {"weight_sync", "rollout", "cluster", "algorithm"},
     batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
     check_data: {"data", "seed"},
-    data.curriculum_faults: {"data", "reward", "judge", "steps", "algorithm"},
+    data.curriculum_faults: {"data", "reward", "judge", "environment", "steps", "algorithm"},
     devices.packages: {"rollout", "logging", "cluster"},
     alerts.faults: {"alerts", "algorithm"},
     batch.optimizer: {"train"},

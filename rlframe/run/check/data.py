@@ -17,6 +17,7 @@ from rlframe.data.streaming import check_beginning
 from rlframe.data.text.chat import end_token, render
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.data.text.template import kwargs_faults
+from rlframe.environments.base import rewards
 from rlframe.models import chat_template, hub, tokenizer
 from rlframe.run.check.context import algorithm_of
 from rlframe.run.config import RunConfig
@@ -80,11 +81,12 @@ def curriculum_faults(run: RunConfig) -> Iterator[Fault]:
     curriculum = run.data.curriculum
     if curriculum is None or not algorithm_of(run).online:
         return
-    if curriculum.by is By.PASS_RATE and not run.reward_names:
+    rated = run.reward_names or rewards(run.environment)
+    if curriculum.by is By.PASS_RATE and not rated:
         yield Fault("data.curriculum.by", "needs a reward", got=curriculum.by, why="nothing else is a pass rate")
     part = curriculum.reward_part
-    if part is not None and run.reward_names and part not in run.reward_names:
-        rule = f"must be one of reward.parts, {', '.join(run.reward_names)}"
+    if part is not None and rated and part not in run.reward_names:
+        rule = f"must be one of reward.parts, {', '.join(run.reward_names) or 'of which there is none'}"
         yield Fault("data.curriculum.reward_part", rule, got=repr(part), hint=did_you_mean(part, run.reward_names))
     for name, first in (curriculum.stages or {}).items():
         if first > run.steps > 0:

@@ -1,6 +1,6 @@
 """Rules about the data that depend on the algorithm: which settings its kind of data uses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from rlframe.algorithms.base import Algorithm
 from rlframe.data.config import DataConfig
 from rlframe.data.curriculum import By, CurriculumConfig
 from rlframe.data.kinds import find_source
-from rlframe.data.kinds.labelled import Labelling
+from rlframe.data.kinds.labelled import Label, Labelling
 from rlframe.data.prompts import PromptSource
 from rlframe.data.sources import load
 from rlframe.data.storage.sequences import Joined
@@ -111,12 +111,21 @@ def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> Sequence[A
     return Joined(load(data, seed=seed, understand=reader).train)
 
 
-def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: str) -> Iterator[Fault]:
-    """Rejects data for which every reward and every label is the same.
+def nothing_to_judge(
+    readings: Sequence[Any],
+    needing: Sequence[str],
+    *,
+    what: str,
+    num_classes: int | None = None,
+    names: Sequence[str] | None = None,
+) -> Iterator[Fault]:
+    """Rejects data for which every reward and every label is the same, or labels of which some are no classes.
 
     Args:
         needing: names of the rewards that need an answer.
         what: name of the dataset, for messages.
+        num_classes: number of classes of the algorithm, if it has classes.
+        names: data.labels.
     """
     if needing and not any(isinstance(one, Conversation) and one.answer is not None for one in readings):
         yield Fault(
@@ -134,6 +143,21 @@ def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: s
             why="there is nothing to distinguish",
             stated=True,
         )
+    elif labels and num_classes is not None:
+        yield from _class_faults(labels, num_classes, names, what=what)
+
+
+def _class_faults(labels: Set[Label], num_classes: int, names: Sequence[str] | None, *, what: str) -> Iterator[Fault]:
+    """Rejects labels that are none of the numbers or places in the list of names below `num_classes`."""
+    words = list(names or sorted(label for label in labels if isinstance(label, str)))
+    numbers = {float(words.index(label)) if isinstance(label, str) else label for label in labels}
+    if strange := sorted(number for number in numbers if number < 0 or number != round(number)):
+        rule = "must have whole numbers from 0 as labels, or names"
+        yield Fault("data.path", rule, got=f"{strange[0]:g} in {what}")
+    elif max(numbers) >= num_classes:
+        has = f"the classes {', '.join(words)}" if words else f"the label {max(numbers):g}"
+        rule = f"must be at least {max(numbers) + 1:g}"
+        yield Fault("algorithm.num_classes", rule, got=num_classes, why=f"{what} has {has:.200}")
 
 
 def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_prompt: bool) -> Iterator[Fault]:

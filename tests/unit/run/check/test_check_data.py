@@ -85,6 +85,25 @@ def test_labels_that_are_all_the_same_are_refused() -> None:
     assert list(nothing_to_judge(labelled("x", "y"), [], what="s")) == []
 
 
+@pytest.mark.parametrize(
+    ("labels", "names", "fault"),
+    [
+        (["x", "y", "z"], None, "algorithm.num_classes must be at least 3, got 2: s has the classes x, y, z"),
+        (["x", "z"], ["x", "y", "z"], "algorithm.num_classes must be at least 3, got 2: s has the classes x, y, z"),
+        ([0, 4, 1], None, "algorithm.num_classes must be at least 5, got 2: s has the label 4"),
+        ([0, 0.5], None, "data.path must have whole numbers from 0 as labels, or names, got 0.5 in s"),
+        ([0, -1], None, "data.path must have whole numbers from 0 as labels, or names, got -1 in s"),
+        ([True, False], None, None),
+        (["y", "x"], ["x", "y", "z"], None),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(labels: list[Any], names: list[str] | None, fault: str | None) -> None:
+    rows = [Record(fields={"text": "a", "label": label}, source="s", where="s:1") for label in labels]
+    readings = [find_source("labelled").understand(row, DataConfig(labels=names)) for row in rows]
+    found = [str(each) for each in nothing_to_judge(readings, [], what="s", num_classes=2, names=names)]
+    assert found == ([fault] if fault else [])
+
+
 def test_each_setting_of_some_kinds_is_looked_at_by_one() -> None:
     kinds = [find_source(name).settings for name in names("rlframe.data.kinds")]
     assert OFFLINE.union(PromptSource.settings, *kinds) == set(OF_SOME_KINDS)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
-from rlframe.algorithms.classification import ClassificationConfig
 from rlframe.cluster.config import Device
 from rlframe.run.check import alerts, batch, data, effect, loop, model, modes, profile, replay, sharing, train
 from rlframe.run.check.context import algorithm_of, architecture_of, critic_of, device_of, online
@@ -125,7 +124,7 @@ def check_data(run: RunConfig) -> Iterator[Fault]:
         readings,
         reward.needing_answers(run),
         what=run.data.what,
-        num_classes=run.algorithm.num_classes if isinstance(run.algorithm, ClassificationConfig) else None,
+        settings=run.algorithm,
         names=run.data.labels,
     )
     yield from data.template_faults(run, readings, generation_prompt=online(run))

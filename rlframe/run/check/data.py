@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.classification import ClassificationConfig
+from rlframe.algorithms.reranker import RerankerConfig, RerankerLoss
 from rlframe.data.config import DataConfig
 from rlframe.data.curriculum import By, CurriculumConfig
 from rlframe.data.kinds import find_source
@@ -116,15 +118,15 @@ def nothing_to_judge(
     needing: Sequence[str],
     *,
     what: str,
-    num_classes: int | None = None,
+    settings: Any = None,
     names: Sequence[str] | None = None,
 ) -> Iterator[Fault]:
-    """Rejects data for which every reward and every label is the same, or labels of which some are no classes.
+    """Rejects data for which every reward and every label is the same, or labels that the algorithm does not know.
 
     Args:
         needing: names of the rewards that need an answer.
         what: name of the dataset, for messages.
-        num_classes: number of classes of the algorithm, if it has classes.
+        settings: those of the algorithm.
         names: data.labels.
     """
     if needing and not any(isinstance(one, Conversation) and one.answer is not None for one in readings):
@@ -143,8 +145,10 @@ def nothing_to_judge(
             why="there is nothing to distinguish",
             stated=True,
         )
-    elif labels and num_classes is not None:
-        yield from _class_faults(labels, num_classes, names, what=what)
+    elif labels and isinstance(settings, ClassificationConfig):
+        yield from _class_faults(labels, settings.num_classes, names, what=what)
+    elif labels and isinstance(settings, RerankerConfig):
+        yield from _relevance_faults(labels, settings.loss, what=what)
 
 
 def _class_faults(labels: Set[Label], num_classes: int, names: Sequence[str] | None, *, what: str) -> Iterator[Fault]:
@@ -158,6 +162,17 @@ def _class_faults(labels: Set[Label], num_classes: int, names: Sequence[str] | N
         has = f"the classes {', '.join(words)}" if words else f"the label {max(numbers):g}"
         rule = f"must be at least {max(numbers) + 1:g}"
         yield Fault("algorithm.num_classes", rule, got=num_classes, why=f"{what} has {has:.200}")
+
+
+def _relevance_faults(labels: Set[Label], loss: RerankerLoss, *, what: str) -> Iterator[Fault]:
+    """Rejects labels of documents that a reranker's loss does not know."""
+    numbers = [label for label in labels if not isinstance(label, str)]
+    key, why = "data.path", f"algorithm.loss={loss}"
+    if strange := [number for number in numbers if number < 0]:
+        yield Fault(key, "must have labels from 0 on", got=f"{min(strange):g} in {what}", why=why)
+    elif loss is RerankerLoss.POINTWISE and max(numbers, default=0) > 1:
+        got, hint = f"{max(numbers):g} in {what}", "or use algorithm.loss=listwise"
+        yield Fault(key, "must have labels from 0 to 1", got=got, why=why, hint=hint)
 
 
 def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_prompt: bool) -> Iterator[Fault]:

@@ -1,8 +1,7 @@
 """Composition: YAML groups and overrides into plain values."""
 
 import logging
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 """Errors of Hydra for files and arguments that a user can mend."""
-LIST_OVER_SECTION = re.compile(r"Error merging override \+*(?P<key>[\w.-]+)=(?P<value>\[.*)", re.DOTALL)
-"""Message of Hydra 1.3 about a list that is to take the place of a section."""
 
 
 def configs_folder() -> Path:
@@ -155,7 +152,26 @@ def _with_replaced(
         # Beside the first of the section, because Hydra takes overrides in one row only, between its options.
         place = next(index for index, word in enumerate(written) if word.lstrip("+~").startswith(section))
         written = [*written[:place], *gone, *written[place:]]
-    return written
+    return list(_with_other_kinds(config_name, arguments, written, folders))
+
+
+def _with_other_kinds(
+    config_name: str, arguments: Sequence[str], written: list[str], folders: Sequence[Path]
+) -> Iterator[str]:
+    """Yields `written`, with a removal before each list in the place of a mapping of the files, or the other way round,
+    which Hydra does not replace: data.path may be either."""
+    kinds = {"[": DictConfig, "{": ListConfig}
+    given = {word.lstrip("+").partition("=")[0]: kinds.get(word.partition("=")[2][:1]) for word in arguments}
+    others = {key: kind for key, kind in given.items() if kind and "." in key and not key.startswith(("hydra.", "-"))}
+    if not others:
+        yield from written
+        return
+    there = _of_files(config_name, arguments, folders)
+    for word in written:
+        key = word.lstrip("+").partition("=")[0]
+        if key in others and isinstance(OmegaConf.select(there, key, throw_on_resolution_failure=False), others[key]):
+            yield f"~{key}"
+        yield word
 
 
 def _check_places(config_name: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
@@ -197,8 +213,6 @@ def refusal(error: Exception) -> ConfigError:
         group, _, name = error.missing_cfg_file.rpartition("/")
         rule = f"must name a file of configs/{group}: {', '.join(error.options)}"
         return ConfigError([Fault(group, rule, got=repr(name), hint=did_you_mean(name, error.options))])
-    if match := LIST_OVER_SECTION.fullmatch(str(error)):
-        return ConfigError([Fault(match["key"], "must be a section with keys of its own", got=match["value"])])
     return ConfigError([str(error)])
 
 

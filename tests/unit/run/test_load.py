@@ -46,6 +46,22 @@ def test_a_key_inside_of_a_list_of_the_files_is_refused(tmp_path: Path, argument
     assert load("mine", ["rollout.stop.1=c"], config_dir=str(tmp_path)).rollout.stop == ["a", "c"]
 
 
+@pytest.mark.parametrize(
+    ("of_file", "argument", "expected"),
+    [
+        ("{a.jsonl: 1, b.jsonl: 2}", "data.path=[c.jsonl,d.jsonl]", ["c.jsonl", "d.jsonl"]),
+        ("{a.jsonl: 1, b.jsonl: 2}", "++data.path=[c.jsonl]", ["c.jsonl"]),
+        ("[a.jsonl, b.jsonl]", "data.path={c: 1, d: 2}", {"c": 1.0, "d": 2.0}),
+        ("[a.jsonl, b.jsonl]", "data.path=[c.jsonl]", ["c.jsonl"]),
+    ],
+)
+def test_a_list_replaces_a_mapping_of_the_files_and_the_other_way_round(
+    tmp_path: Path, of_file: str, argument: str, expected: object
+) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults: [grpo_qwen3_moe, _self_]\ndata: {{path: {of_file}}}\n")
+    assert load("mine", [argument, "steps=3"], config_dir=str(tmp_path)).data.path == expected
+
+
 def test_what_the_critic_leaves_out_is_as_in_train() -> None:
     run = load("grpo_qwen3_moe", ["algorithm=ppo", "train.optimizer.beta1=0.8"])
     assert run.critic.train is None and run.critic_train is run.train and run.critic_model is run.model
@@ -84,7 +100,7 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
         ("reward=exactmatch", "got 'exactmatch'; did you mean exact_match?"),
         ("algorithm=grpo,grp0", "got 'grp0'; did you mean grpo?"),
         ("reward=[math,mth_length]", "got 'mth_length'; did you mean math_length?"),
-        ("reward.parts=[a.py:f]", "reward.parts must be a section with keys of its own, got [a.py:f]"),
+        ("reward.parts=[a.py:f]", "reward.parts must be a section of named entries, got ['a.py:f']"),
         ("algorithm.name=gpro", "or path/to/file.py:NAME or package.module:NAME, got 'gpro'; did you mean grpo?"),
         ("algorithm.name=kinder.algos.Mine", "got 'kinder.algos.Mine'; did you mean kinder.algos:Mine?"),
         ("algorithm.name=kinder/algos.py", "got 'kinder/algos.py'; did you mean kinder/algos.py:NAME?"),

@@ -1,15 +1,14 @@
 """Composition: YAML groups and overrides into plain values."""
 
 import logging
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -23,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 """Errors of Hydra for files and arguments that a user can mend."""
-LIST_OVER_SECTION = re.compile(r"Error merging override \+*(?P<key>[\w.-]+)=(?P<value>\[.*)", re.DOTALL)
-"""Message of Hydra 1.3 about a list that is to take the place of a section."""
 
 
 def configs_folder() -> Path:
@@ -54,6 +51,7 @@ def command_line(arguments: Sequence[str], *, default_name: str) -> list[str]:
         return written
     if name is not None:
         _check_name(name, folders)
+    _check_places(name or default_name, arguments, folders)
     return _with_replaced(name or default_name, arguments, written, folders)
 
 
@@ -125,6 +123,7 @@ def composed(config_name: str, overrides: Sequence[str] = (), *, config_dir: str
     folders = config_folders(config_dir)
     _check_name(config_name, folders)
     written = rewritten(list(overrides), groups=choices(folders))
+    _check_places(config_name, overrides, folders)
     found = _compose(config_name, _with_replaced(config_name, overrides, written, folders), folders)
     return to_values(found, config_name=config_name)
 
@@ -145,9 +144,7 @@ def _with_replaced(
     for section in SECTIONS:
         if not any(argument.startswith(section) for argument in arguments):
             continue
-        groups = choices(folders)
-        chosen = [word for word in arguments if word.partition("=")[0] in groups and "," not in word]
-        there = OmegaConf.select(_compose(config_name, chosen, folders), section)
+        there = OmegaConf.select(_of_files(config_name, arguments, folders), section)
         gone = deletions(section, arguments, there or {})
         if gone:
             names = ", ".join(each.removeprefix(f"~{section}.") for each in gone)
@@ -155,7 +152,57 @@ def _with_replaced(
         # Beside the first of the section, because Hydra takes overrides in one row only, between its options.
         place = next(index for index, word in enumerate(written) if word.lstrip("+~").startswith(section))
         written = [*written[:place], *gone, *written[place:]]
-    return written
+    return list(_with_other_kinds(config_name, arguments, written, folders))
+
+
+def _with_other_kinds(
+    config_name: str, arguments: Sequence[str], written: list[str], folders: Sequence[Path]
+) -> Iterator[str]:
+    """Yields `written`, with a removal before each list in the place of a mapping of the files, or the other way round,
+    which Hydra does not replace: data.path may be either."""
+    kinds = {"[": DictConfig, "{": ListConfig}
+    given = {word.lstrip("+").partition("=")[0]: kinds.get(word.partition("=")[2][:1]) for word in arguments}
+    others = {key: kind for key, kind in given.items() if kind and "." in key and not key.startswith(("hydra.", "-"))}
+    if not others:
+        yield from written
+        return
+    there = _of_files(config_name, arguments, folders)
+    for word in written:
+        key = word.lstrip("+").partition("=")[0]
+        if key in others and isinstance(OmegaConf.select(there, key, throw_on_resolution_failure=False), others[key]):
+            yield f"~{key}"
+        yield word
+
+
+def _check_places(config_name: str, arguments: Sequence[str], folders: Sequence[Path]) -> None:
+    """Raises a ConfigError for arguments inside of a list of the files that name none of its items, on which Hydra
+    breaks."""
+    keys = {word: word.lstrip("+~").partition("=")[0] for word in arguments if not word.startswith("-")}
+    # No list lies nearer to the root than in a section.
+    inside = {word: key for word, key in keys.items() if key.count(".") > 1 and not key.startswith("hydra.")}
+    if not inside:
+        return
+    there, faults = _of_files(config_name, arguments, folders), []
+    for word, key in inside.items():
+        parts = key.split(".")
+        for count in range(2, len(parts)):
+            whole, place = ".".join(parts[:count]), parts[count]
+            items = OmegaConf.select(there, whole, throw_on_resolution_failure=False)
+            if whole in keys.values() or not isinstance(items, ListConfig):
+                continue
+            if word.startswith("~") or not place.isdecimal() or int(place) >= len(items):
+                rule = f"must be the place of an item of {whole}, which the files give as a list of {len(items)}"
+                faults.append(Fault(key, rule, got=word, hint=f"write the whole list as {whole}=[...]"))
+            break
+    if faults:
+        raise ConfigError(faults)
+
+
+def _of_files(config_name: str, arguments: Sequence[str], folders: Sequence[Path]) -> DictConfig:
+    """Returns the values of the files alone, of the groups that `arguments` choose."""
+    groups = choices(folders)
+    chosen = [word for word in arguments if word.partition("=")[0] in groups and "," not in word]
+    return _compose(config_name, chosen, folders)
 
 
 def refusal(error: Exception) -> ConfigError:
@@ -166,8 +213,6 @@ def refusal(error: Exception) -> ConfigError:
         group, _, name = error.missing_cfg_file.rpartition("/")
         rule = f"must name a file of configs/{group}: {', '.join(error.options)}"
         return ConfigError([Fault(group, rule, got=repr(name), hint=did_you_mean(name, error.options))])
-    if match := LIST_OVER_SECTION.fullmatch(str(error)):
-        return ConfigError([Fault(match["key"], "must be a section with keys of its own", got=match["value"])])
     return ConfigError([str(error)])
 
 

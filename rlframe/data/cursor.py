@@ -154,7 +154,7 @@ class Mixture(Generic[Item]):
 
     The next item comes from the stream that is furthest behind its share of what was dealt, the earlier one of equals.
     After any number of items each stream has had its share to within one item (for two streams), and the numbers of
-    dealt items are the whole state.
+    dealt items are the whole state. Items that are passed over do not count.
     """
 
     def __init__(self, streams: Sequence[Walk[Item]], *, weights: Sequence[float]):
@@ -195,6 +195,10 @@ class Mixture(Generic[Item]):
             self._last = chosen
             dealt += self._streams[chosen].next(1)
         return dealt
+
+    def pass_over(self) -> None:
+        """Takes the item dealt last from what its stream has had of its share."""
+        self._dealt[self._last] -= 1
 
     def state(self) -> dict[str, Any]:
         """Returns where the walk stands, as plain JSON values."""

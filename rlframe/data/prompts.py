@@ -160,6 +160,8 @@ class PromptSource:
         """Returns whether the curriculum passes a prompt over, which has just been dealt."""
         passed = any(cursor.passes_over(prompt.id) for cursor in self._rated)
         self._num_passed_over += passed
+        if passed and isinstance(self._cursor, Mixture):
+            self._cursor.pass_over()
         return passed
 
     def measure(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> None:

@@ -24,7 +24,7 @@ from rlframe.run.judge import JudgeModelConfig
 from rlframe.run.teacher import TeacherConfig
 from rlframe.utils.bounds import PathText, Range, check_bounds
 from rlframe.utils.errors import SettingError
-from rlframe.weight_sync.config import WeightSyncConfig
+from rlframe.weight_sync.config import LoraSync, WeightSyncConfig
 
 
 class Mode(StrEnum):
@@ -114,6 +114,14 @@ class RunConfig:
             online: whether the algorithm trains on what engines sample.
         """
         return self.mode in (Mode.TRAIN, Mode.SELF_TEST) or (self.mode is Mode.EVALUATE and not online)
+
+    def sends_merged(self, *, online: bool) -> bool:
+        """Returns whether engines receive the policy's weights, adapters merged.
+
+        Args:
+            online: see `trains`.
+        """
+        return online and self.rollout.replay is None and self.weight_sync.lora is LoraSync.MERGED
 
     @property
     def facts(self) -> RunFacts:

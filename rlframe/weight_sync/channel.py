@@ -245,7 +245,10 @@ class WeightSync:
         asked, self._audit_asked = self._audit_asked, False
         if due or asked:
             self.audit()
-        if asked:
+        if asked and self._connected.choice.reloads and not every:
+            logger.info("audited: the trainer holds version %s; weight_sync.audit_every_steps=0 leaves engines out "
+                        "that take reloads", self._version)  # fmt: skip
+        elif asked:
             logger.info("audited: trainer and engines hold version %s as it was proved", self._version)
 
     def reattach(self, version: int) -> None:

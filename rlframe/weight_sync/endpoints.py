@@ -257,7 +257,7 @@ class WeightDestination(DestinationRank):
             name, boxes = next(iter(self.layout.boxes.items()))
             held = boxes[0].view(self._parameters)
         else:
-            name, held = next((name, value) for name, value in self._parameters.items() if value.dtype in BITS)
+            name, held = next((name, value) for name, value in self._parameters.items() if _can_digest(value))
         first = held.as_strided((1,), (1,))
         first.view(torch.uint8)[:1].bitwise_xor_(1)
         return name

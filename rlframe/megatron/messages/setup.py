@@ -43,5 +43,5 @@ class TrainerSetup(RankSetup):
     teacher: ModelConfig | None = None
     """The teacher, if these ranks hold it."""
     merges: bool = True
-    """Whether engines get the weights with merged adapters. Otherwise they get the adapters, and only exports are
-    merged."""
+    """Whether engines get the weights with merged adapters, which are then held. Otherwise they get the adapters, or
+    there are none, and only exports are merged."""

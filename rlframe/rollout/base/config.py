@@ -69,6 +69,8 @@ class RolloutConfig:
 
     keeps_cache: ClassVar[bool] = False
     """Whether the engine can do `cache_after_sync=keep`."""
+    has_loader: ClassVar[bool] = True
+    """Whether the engine has a loader of its own, which weight_sync.transport=reload needs."""
 
     name: str = "transformers"
     """Name of the engine: a folder or file of `rlframe/rollout`."""

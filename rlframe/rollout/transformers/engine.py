@@ -53,6 +53,8 @@ class TransformersConfig(RolloutConfig):
 
     keeps_cache: ClassVar[bool] = True
     """See RolloutConfig."""
+    has_loader: ClassVar[bool] = False
+    """See RolloutConfig."""
 
     max_batch: Annotated[int, Range(1, 1 << 16)] = 256
     """Greatest number of sequences decoded at once, which bounds the memory of the key-value cache. Further requests

@@ -120,7 +120,13 @@ def check_data(run: RunConfig) -> Iterator[Fault]:
     except DataError as error:
         yield Fault("data", said=error)
         return
-    yield from data.nothing_to_judge(readings, reward.needing_answers(run), what=run.data.what)
+    yield from data.nothing_to_judge(
+        readings,
+        reward.needing_answers(run),
+        what=run.data.what,
+        settings=run.algorithm,
+        names=run.data.labels,
+    )
     yield from data.template_faults(run, readings, generation_prompt=online(run))
 
 
@@ -226,10 +232,10 @@ TOPICS = {
     devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
     devices.engine: {"model", "rollout", "algorithm"},
     loop.environment: {"rollout", "algorithm"},
-    devices.transport: {"weight_sync", "cluster", "algorithm"},
+    devices.transport: {"weight_sync", "rollout", "cluster", "algorithm"},
     batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
     check_data: {"data", "seed"},
-    data.curriculum_faults: {"data", "reward", "judge", "steps", "algorithm"},
+    data.curriculum_faults: {"data", "reward", "judge", "environment", "steps", "algorithm"},
     devices.packages: {"rollout", "logging", "cluster"},
     alerts.faults: {"alerts", "algorithm"},
     batch.optimizer: {"train"},

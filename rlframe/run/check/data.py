@@ -1,15 +1,17 @@
 """Rules about the data that depend on the algorithm: which settings its kind of data uses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.classification import ClassificationConfig
+from rlframe.algorithms.reranker import RerankerConfig, RerankerLoss
 from rlframe.data.config import DataConfig
 from rlframe.data.curriculum import By, CurriculumConfig
 from rlframe.data.kinds import find_source
-from rlframe.data.kinds.labelled import Labelling
+from rlframe.data.kinds.labelled import Label, Labelling
 from rlframe.data.prompts import PromptSource
 from rlframe.data.sources import load
 from rlframe.data.storage.sequences import Joined
@@ -17,6 +19,7 @@ from rlframe.data.streaming import check_beginning
 from rlframe.data.text.chat import end_token, render
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.data.text.template import kwargs_faults
+from rlframe.environments.base import rewards
 from rlframe.models import chat_template, hub, tokenizer
 from rlframe.run.check.context import algorithm_of
 from rlframe.run.config import RunConfig
@@ -80,11 +83,12 @@ def curriculum_faults(run: RunConfig) -> Iterator[Fault]:
     curriculum = run.data.curriculum
     if curriculum is None or not algorithm_of(run).online:
         return
-    if curriculum.by is By.PASS_RATE and not run.reward_names:
+    rated = run.reward_names or rewards(run.environment)
+    if curriculum.by is By.PASS_RATE and not rated:
         yield Fault("data.curriculum.by", "needs a reward", got=curriculum.by, why="nothing else is a pass rate")
     part = curriculum.reward_part
-    if part is not None and run.reward_names and part not in run.reward_names:
-        rule = f"must be one of reward.parts, {', '.join(run.reward_names)}"
+    if part is not None and rated and part not in run.reward_names:
+        rule = f"must be one of reward.parts, {', '.join(run.reward_names) or 'of which there is none'}"
         yield Fault("data.curriculum.reward_part", rule, got=repr(part), hint=did_you_mean(part, run.reward_names))
     for name, first in (curriculum.stages or {}).items():
         if first > run.steps > 0:
@@ -109,12 +113,21 @@ def read_all(data: DataConfig, algorithm: Algorithm, *, seed: int) -> Sequence[A
     return Joined(load(data, seed=seed, understand=reader).train)
 
 
-def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: str) -> Iterator[Fault]:
-    """Rejects data for which every reward and every label is the same.
+def nothing_to_judge(
+    readings: Sequence[Any],
+    needing: Sequence[str],
+    *,
+    what: str,
+    settings: Any = None,
+    names: Sequence[str] | None = None,
+) -> Iterator[Fault]:
+    """Rejects data for which every reward and every label is the same, or labels that the algorithm does not know.
 
     Args:
         needing: names of the rewards that need an answer.
         what: name of the dataset, for messages.
+        settings: those of the algorithm.
+        names: data.labels.
     """
     if needing and not any(isinstance(one, Conversation) and one.answer is not None for one in readings):
         yield Fault(
@@ -132,6 +145,34 @@ def nothing_to_judge(readings: Sequence[Any], needing: Sequence[str], *, what: s
             why="there is nothing to distinguish",
             stated=True,
         )
+    elif labels and isinstance(settings, ClassificationConfig):
+        yield from _class_faults(labels, settings.num_classes, names, what=what)
+    elif labels and isinstance(settings, RerankerConfig):
+        yield from _relevance_faults(labels, settings.loss, what=what)
+
+
+def _class_faults(labels: Set[Label], num_classes: int, names: Sequence[str] | None, *, what: str) -> Iterator[Fault]:
+    """Rejects labels that are none of the numbers or places in the list of names below `num_classes`."""
+    words = list(names or sorted(label for label in labels if isinstance(label, str)))
+    numbers = {float(words.index(label)) if isinstance(label, str) else label for label in labels}
+    if strange := sorted(number for number in numbers if number < 0 or number != round(number)):
+        rule = "must have whole numbers from 0 as labels, or names"
+        yield Fault("data.path", rule, got=f"{strange[0]:g} in {what}")
+    elif max(numbers) >= num_classes:
+        has = f"the classes {', '.join(words)}" if words else f"the label {max(numbers):g}"
+        rule = f"must be at least {max(numbers) + 1:g}"
+        yield Fault("algorithm.num_classes", rule, got=num_classes, why=f"{what} has {has:.200}")
+
+
+def _relevance_faults(labels: Set[Label], loss: RerankerLoss, *, what: str) -> Iterator[Fault]:
+    """Rejects labels of documents that a reranker's loss does not know."""
+    numbers = [label for label in labels if not isinstance(label, str)]
+    key, why = "data.path", f"algorithm.loss={loss}"
+    if strange := [number for number in numbers if number < 0]:
+        yield Fault(key, "must have labels from 0 on", got=f"{min(strange):g} in {what}", why=why)
+    elif loss is RerankerLoss.POINTWISE and max(numbers, default=0) > 1:
+        got, hint = f"{max(numbers):g} in {what}", "or use algorithm.loss=listwise"
+        yield Fault(key, "must have labels from 0 to 1", got=got, why=why, hint=hint)
 
 
 def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_prompt: bool) -> Iterator[Fault]:

@@ -8,11 +8,13 @@ from rlframe.attempts.sessions.calls import CannotStart, Setup
 from rlframe.attempts.sessions.pool import try_start
 from rlframe.environments.base import find_environment, rewards
 from rlframe.loops.saving.manifest import named_checkpoints
+from rlframe.megatron.checkpoint.metadata import read_metadata
+from rlframe.megatron.config.mtp import MtpMode, in_head
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.run.check.context import algorithm_of, evaluates, online, samples
 from rlframe.run.config import RunConfig
 from rlframe.utils import outside
-from rlframe.utils.errors import ConfigError
+from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
 
@@ -221,6 +223,18 @@ def checkpoint(run: RunConfig) -> Iterator[Fault]:
             got=f"{folder}, which has no {' and no '.join(missing)}",
             hint="set model.path for a Hugging Face model",
         )
+    elif run.train.mtp.keeps:
+        yield from _without_head(run.train.mtp.mode, folder)
+
+
+def _without_head(mode: MtpMode, folder: Path) -> Iterator[Fault]:
+    """Rejects a checkpoint without the head for multi-token prediction that a run keeps."""
+    try:
+        if not any(map(in_head, read_metadata(folder).state_dict_metadata)):
+            why = f"checkpoint.start_from={folder} has no head for multi-token prediction"
+            yield Fault("train.mtp.mode", "must be drop", got=mode, why=why, hint="or start from another checkpoint")
+    except CheckpointError as error:
+        yield Fault("checkpoint.start_from", said=error)
 
 
 def best_metric(run: RunConfig) -> Iterator[Fault]:

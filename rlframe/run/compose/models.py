@@ -39,7 +39,6 @@ from rlframe.run.compose.parts import Parts
 from rlframe.run.compose.profiling import engine_profile
 from rlframe.run.roles import teacher_engine
 from rlframe.run.teacher import TeacherPlacement
-from rlframe.weight_sync.config import LoraSync
 from rlframe.weight_sync.frozen import FrozenProof
 
 Group = TypeVar("Group", bound=RolloutGroup)
@@ -63,7 +62,7 @@ def policy(parts: Parts, placement: Placement, algorithm: Algorithm) -> PolicyGr
         reference_update=algorithm.reference_update,
         teacher=config.teacher.model if config.teacher and in_ranks else None,
         float32=required.online and config.rollout.logprobs is Logprobs.EXACT,
-        merges=config.weight_sync.lora is LoraSync.MERGED,
+        merges=config.sends_merged(online=required.online),
     )
     slots = placement.policy
     group = PolicyGroup(setup, algorithm, slots=slots, num_threads=parts.threads(len(slots)), **parts.limits())
@@ -87,6 +86,7 @@ def critic(parts: Parts, placement: Placement, algorithm: Algorithm) -> CriticGr
         seed=config.seed,
         total_optimizer_steps=config.steps * train.num_minibatches * train.epochs_per_batch,
         with_reference=False,
+        merges=False,
     )
     slots = placement.slots[CRITIC]
     group = CriticGroup(setup, algorithm, slots=slots, num_threads=parts.threads(len(slots)), **parts.limits())

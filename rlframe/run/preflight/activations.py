@@ -9,7 +9,7 @@ examples/benchmarks/results/preflight.md.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -230,7 +230,7 @@ class Activations:
 def of_stage(
     architecture: Architecture,
     train: TrainConfig,
-    layers: tuple[int, ...],
+    chunks: Sequence[tuple[int, ...]],
     *,
     tokens: int,
     cuda: bool,
@@ -239,6 +239,7 @@ def of_stage(
     """Returns the activations of a stage's layers for `tokens` tokens of the rank.
 
     Args:
+        chunks: the layers of each chunk of the stage.
         keys_per_token: see Kernels.
     """
     parallel = layout_of(train.parallel)
@@ -247,22 +248,23 @@ def of_stage(
     rows_of = {kind: list(layer(architecture, kernels, parallel, kind)) for kind in kinds_of(architecture)}
     whole = {kind: sum(each.bytes for each in rows) * share for kind, rows in rows_of.items()}
     used = {kind: kept(iter(rows), train) * share for kind, rows in rows_of.items()}
-    kinds = [kind_of(architecture, index) for index in layers]
+    kinds = [[kind_of(architecture, index) for index in chunk] for chunk in chunks]
     boundary = architecture.hidden_size * kernels.itemsize * share
     largest = max(whole.values())
     if train.recompute is not Recompute.FULL:
-        return Activations(kept=sum(used[each] for each in kinds), working=largest)
+        return Activations(kept=sum(used[each] for chunk in kinds for each in chunk), working=largest)
     options = train.recompute_options
     if options.method is RecomputeMethod.UNIFORM:
-        groups = -(-len(layers) // options.layers)
+        groups = sum(-(-len(chunk) // options.layers) for chunk in chunks)
         working = options.layers * largest
         if train.offload_activations and cuda:
             pinned = groups * 2 ** math.ceil(math.log2(max(1.0, boundary)))
             # On its way to the host is the last input, and on the device the next.
             return Activations(kept=2 * boundary, working=working, on_host=pinned, moved=groups * boundary)
         return Activations(kept=groups * boundary, working=working)
-    again = min(options.layers, len(layers))
-    return Activations(kept=again * boundary + sum(whole[each] for each in kinds[again:]), working=largest)
+    again = sum(min(options.layers, len(chunk)) for chunk in chunks)
+    rest = sum(whole[each] for chunk in kinds for each in chunk[options.layers :])
+    return Activations(kept=again * boundary + rest, working=largest)
 
 
 def kinds_of(architecture: Architecture) -> Counter[LayerKind]:
@@ -270,11 +272,14 @@ def kinds_of(architecture: Architecture) -> Counter[LayerKind]:
     return Counter(kind_of(architecture, index) for index in range(architecture.num_layers))
 
 
-def recomputed_fraction(train: TrainConfig, num_layers: int) -> float:
-    """Returns the part of the layers' forward pass that is computed twice."""
+def recomputed_fraction(train: TrainConfig, chunks: Sequence[tuple[int, ...]]) -> float:
+    """Returns the part of the forward pass of a stage's layers, chunk by chunk, that is computed twice."""
     if train.recompute is Recompute.FULL:
         options = train.recompute_options
-        return 1.0 if options.method is RecomputeMethod.UNIFORM else min(1.0, options.layers / num_layers)
+        if options.method is RecomputeMethod.UNIFORM:
+            return 1.0
+        # A stage may have no layer.
+        return sum(min(options.layers, len(chunk)) for chunk in chunks) / max(1, sum(map(len, chunks)))
     if train.recompute is Recompute.SELECTIVE:
         return 0.5 if {"mlp", "moe"} & set(train.recompute_options.modules) else 0.1
     return 0.0

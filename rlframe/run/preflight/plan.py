@@ -22,7 +22,7 @@ from rlframe.run.preflight import constants, seconds, turns
 from rlframe.run.preflight.devices import Accelerator
 from rlframe.run.preflight.engine import EngineMemory
 from rlframe.run.preflight.parts import DeviceMemory, Phase, Process, total
-from rlframe.run.preflight.trainer import MOMENTS, TrainerMemory, frozen_process
+from rlframe.run.preflight.trainer import FLOAT32, MOMENTS, TrainerMemory, frozen_process
 from rlframe.run.preflight.weights import Counter
 from rlframe.run.preflight.workload import Division, Workload, divide, layout_of
 from rlframe.run.roles import teacher_engine, topology
@@ -143,6 +143,7 @@ class Plan:
             logits_copies=copies,
             float32_logits=self.run.model.float32_logits,
             forward_passes=self.computes_old_logprobs or needs.reference or bool(teacher),
+            merges=self.run.sends_merged(online=self.algorithm.online),
             cuda=self.cuda,
             quantizes=self.workload.sampled and self.run.rollout.engine_format is not EngineFormat.NONE,
             teacher_bytes=self._frozen_bytes(teacher.model, self.parallel) if inside and teacher else 0.0,
@@ -159,7 +160,7 @@ class Plan:
             role=CRITIC, train=self.run.critic_train, architecture=counter.architecture, counter=counter,
             tokens=division.tokens, microbatches=division.microbatches,
             sequence_tokens=self.workload.sequence_tokens, keys_per_token=division.keys_per_token,
-            forward_passes=False, cuda=self.cuda, phase=Phase.CRITIC,
+            forward_passes=False, merges=False, cuda=self.cuda, phase=Phase.CRITIC,
         )  # fmt: skip
 
     @cached_property
@@ -279,7 +280,9 @@ class Plan:
     def host_bytes(self) -> float:
         """Host memory of one host that ranks pin or copy: the policy's references, and of policy and critic inputs of
         layers, main weights and moments that wait there or are updated there."""
-        references = self.reference_bytes * min(self.parallel.world, self.devices_per_host)
+        # A reference that follows in more digits than the weights have a copy in float32 beside them.
+        exact = self._following_bytes if self.trainer.itemsize < FLOAT32 else 0.0
+        references = (self.reference_bytes + exact) * min(self.parallel.world, self.devices_per_host)
         return references + sum(
             self._waiting_bytes(each) * min(each.parallel.world, self.devices_per_host) for each in self._trainers
         )
@@ -305,18 +308,27 @@ class Plan:
         """Host memory of one host for a copy of the training state, which is written while training goes on."""
         if self.run.checkpoint.copies is Asynchronous.FALSE:
             return 0.0
-        return sum(
+        states = sum(
             max(each.state_bytes(stage) for stage in each.stages()) * min(each.parallel.world, self.devices_per_host)
             for each in self._trainers
         )
+        return states + self._following_bytes * min(self.parallel.world, self.devices_per_host)
+
+    @property
+    def _following_bytes(self) -> float:
+        """Returns the bytes of the float32 values of a rank's reference that follows the policy."""
+        follows = self.algorithm.reference_update.every_steps > 0
+        return self.reference_bytes / self.trainer.itemsize * FLOAT32 if follows else 0.0
 
     @cached_property
     def reference_bytes(self) -> float:
         """Bytes of the reference's weights that a rank keeps in host memory, and exchanges with its own each step."""
         needed = self.algorithm.needs_reference and not self.algorithm.precomputes_reference
-        if not needed or self.run.train.lora:
+        if not needed:
             return 0.0
-        return max(stage.all for stage in self.trainer.stages()) * self.trainer.itemsize
+        with_adapters = self.run.train.lora is not None
+        counts = (stage.saved if with_adapters else stage.all for stage in self.trainer.stages())
+        return max(counts) * self.trainer.itemsize
 
     @property
     def resident_bytes(self) -> float:

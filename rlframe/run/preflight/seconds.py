@@ -160,7 +160,7 @@ class TrainerSeconds:
         """Returns the seconds of one micro-batch on a rank of a stage."""
         memory, train, speeds = self.memory, self.memory.train, self.speeds
         parallel, tokens = memory.parallel, self.tokens
-        again = activations.recomputed_fraction(train, len(stage.layers)) if backward else 0.0
+        again = activations.recomputed_fraction(train, stage.chunks) if backward else 0.0
         times = (3.0 if backward else 1.0) + again
         last = stage.stage == parallel.pp - 1
         mtp = train.mtp if backward else None
@@ -202,7 +202,8 @@ class TrainerSeconds:
         if (lora := self.memory.train.lora) is None:
             return 0.0
         widths = [self.memory.counter.adapter_widths(lora, layer) for layer in layers]
-        inputs, outputs = (sum(values) for values in zip(*widths, strict=True))
+        # A stage may have no layer.
+        inputs, outputs = map(sum, zip(*widths, strict=True)) if widths else (0.0, 0.0)
         numbers = (1 + again) * (inputs + 4 * outputs) + ((5 * inputs + 2 * outputs) if backward else 0.0)
         return numbers * self.memory.itemsize * share / self.speeds.memory
 

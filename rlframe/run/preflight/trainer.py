@@ -5,7 +5,7 @@ gradients whole on every rank, main weights and moments divided over the ranks t
 (Rajbhandari et al. 2020, arXiv 1910.02054, section 5.2): dp * cp of dense ones, edp of experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlframe.megatron.config.optimizer import OptimizerName
@@ -45,6 +45,8 @@ class TrainerMemory:
     """See ModelConfig."""
     forward_passes: bool = True
     """Whether a phase of logprobs precedes training."""
+    merges: bool = True
+    """Whether weights with adapters are held a second time, merged."""
     cuda: bool = True
     teacher_bytes: float = 0.0
     """Weights of a teacher in the same ranks."""
@@ -75,7 +77,7 @@ class TrainerMemory:
         """Returns a rank of one stage."""
         context = tuple(self._context())
         weights = Part("parameters", stage.all * self.itemsize)
-        merged = Part("merged adapters", stage.adapted * self.itemsize)
+        merged = Part("merged adapters", stage.adapted * self.itemsize if self.merges else 0)
         quantized = Part("weights as engines receive them, in 8 bits", self.matrices(stage) if self.quantizes else 0)
         teacher = Part("teacher", self.teacher_bytes)
         states = tuple(self.states(stage))
@@ -138,7 +140,7 @@ class TrainerMemory:
     def _training(self, stage: StageWeights) -> Iterator[Part]:
         kept = self._activations(stage)
         end = self._end(stage)
-        trained = self.train.lora is None and stage.head
+        trained = stage.head and stage.trains_head
         head_gradient = stage.head * self.itemsize if trained else 0
         if self.float32_logits and end[0]:
             # The gradient of the logits, rounded.
@@ -189,11 +191,11 @@ class TrainerMemory:
         around = 6 * self.architecture.hidden_size * kernels.itemsize
         return self.tokens / self.parallel.tp * (layer + around)
 
-    def _of_layers(self, layers: tuple[int, ...]) -> activations.Activations:
+    def _of_chunks(self, chunks: Sequence[tuple[int, ...]]) -> activations.Activations:
         return activations.of_stage(
             self.architecture,
             self.train,
-            layers,
+            chunks,
             tokens=self.tokens,
             cuda=self.cuda,
             keys_per_token=self.keys_per_token,
@@ -206,7 +208,7 @@ class TrainerMemory:
 
     def activations(self, stage: StageWeights) -> activations.Activations:
         """Returns the activations of one micro-batch on a rank of a stage."""
-        return self._of_layers(stage.layers)
+        return self._of_chunks(stage.chunks)
 
     def host_activations(self) -> float:
         """Returns the bytes of activations that a rank keeps in host memory."""
@@ -248,7 +250,7 @@ class TrainerMemory:
 
     def _forward(self, stage: StageWeights) -> Iterator[Part]:
         logits, norm = self._end(stage)
-        working = self._of_layers(stage.layers[:1]).working
+        working = self._of_chunks([stage.layers[:1]]).working
         yield Part("activations of the layers at work", max(working, norm))
         yield self._logits(logits)
         yield from self._masks(stage)

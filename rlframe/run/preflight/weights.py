@@ -1,11 +1,15 @@
 """Numbers of parameters of a rank, from the family's own shapes."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, Self
 
-from rlframe.megatron.config.lora import ALL_LINEAR, LoraConfig
+import torch
+
+from rlframe.megatron.config.lora import ALL_LINEAR, LoraConfig, in_experts
 from rlframe.megatron.config.mtp import in_head
 from rlframe.megatron.config.optimizer import is_by_muon
 from rlframe.megatron.config.parallel import Parallel
@@ -13,6 +17,8 @@ from rlframe.megatron.muon.newton_schulz import operations
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import padded_vocab_size
 from rlframe.models.stages import chunk_layers
+from rlframe.weight_sync.layout.boxes import Box
+from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
 MODULES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
@@ -25,6 +31,9 @@ MODULES = {
 """Megatron's names of modules for train.lora.target_modules, and those of checkpoints."""
 INDEXER = ".indexer."
 """Part of the names of weights that are held and never trained."""
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Megatron's name of the embedding."""
+LAYER = re.compile(r"\.layers\.\d+\.")
 NOT_ADAPTED = ("mlp.gate", "router", "block_sparse_moe.gate", "shared_expert_gate", "norm")
 """Ends of modules of a layer that have no adapter: routers and norms."""
 
@@ -43,8 +52,8 @@ class StageWeights:
     """Numbers of parameters of one rank of a pipeline stage."""
 
     stage: int
-    layers: tuple[int, ...]
-    """Global indices of its layers."""
+    chunks: tuple[tuple[int, ...], ...]
+    """Global indices of the layers of each of its chunks."""
     dense: int
     """Parameters of attention, norms, routers, dense MLPs, embedding and output layer."""
     experts: int
@@ -53,12 +62,44 @@ class StageWeights:
     trained_dense: int
     trained_experts: int
     adapted: int = 0
-    """Parameters that have an adapter, which are held a second time, merged."""
+    """Parameters of the weights that have adapters, which may be held a second time, merged."""
+    saved: int = 0
+    """Parameters that are trained in full beside adapters."""
+    trains_head: bool = True
+    """Whether the parameters of `head` are trained in full."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Global indices of its layers."""
+        return tuple(layer for chunk in self.chunks for layer in chunk)
 
     @property
     def all(self) -> int:
         """All parameters of the rank."""
         return self.dense + self.experts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedBesideBase:
+    """Numbers of parameters of a rank with adapters; see StageWeights."""
+
+    dense: int = 0
+    experts: int = 0
+    adapted: int = 0
+    saved: int = 0
+    head: bool = False
+
+    def plus(self, name: str, count: int, *, adapted: int = 0, saved: int = 0, head: bool = False) -> Self:
+        """Returns the numbers with `count` trained parameters more, those of the weight `name`."""
+        experts = in_experts(name)
+        return replace(
+            self,
+            dense=self.dense + (0 if experts else count),
+            experts=self.experts + (count if experts else 0),
+            adapted=self.adapted + adapted,
+            saved=self.saved + saved,
+            head=self.head or head,
+        )
 
 
 class Counter:
@@ -71,6 +112,7 @@ class Counter:
         """
         self.family, self.architecture, self.frozen_mtp = family, architecture, frozen_mtp
         self._parts: dict[tuple[int, int, int, str | LayerKind], tuple[int, int, int]] = {}
+        self._with_adapters: dict[tuple[int, int, int, str | LayerKind, int, str], TrainedBesideBase] = {}
         self._widths: dict[tuple[str, LayerKind], tuple[float, float]] = {}
         self._tensors: dict[str, tuple[int, ...]] | None = None
 
@@ -86,15 +128,18 @@ class Counter:
         counts = chunk_layers(self.architecture.num_layers, **parallel.stages)
         found = []
         for stage in range(parallel.pp):
-            chunks = range(stage, len(counts), parallel.pp)
-            layers = tuple(
-                layer for chunk in chunks for layer in range(sum(counts[:chunk]), sum(counts[:chunk]) + counts[chunk])
+            chunks = tuple(
+                tuple(range(sum(counts[:chunk]), sum(counts[: chunk + 1])))
+                for chunk in range(stage, len(counts), parallel.pp)
             )
-            found.append(self._stage(parallel, lora, stage, layers))
+            found.append(self._stage(parallel, lora, stage, chunks))
         return found
 
-    def _stage(self, parallel: Parallel, lora: LoraConfig | None, stage: int, layers: tuple[int, ...]) -> StageWeights:
+    def _stage(
+        self, parallel: Parallel, lora: LoraConfig | None, stage: int, chunks: tuple[tuple[int, ...], ...]
+    ) -> StageWeights:
         first, last = stage == 0, stage == parallel.pp - 1
+        layers = tuple(layer for chunk in chunks for layer in chunk)
         parts = [self._layer(parallel, layer) for layer in layers]
         ends = {(True, True): "both ends", (True, False): "embedding", (False, True): "output"}
         if end := ends.get((first, last)):
@@ -105,15 +150,16 @@ class Counter:
         if lora is None:
             still = self._head(parallel) if last and self.frozen_mtp else (0, 0)
             return StageWeights(
-                stage=stage, layers=layers, dense=dense, experts=experts, head=head,
+                stage=stage, chunks=chunks, dense=dense, experts=experts, head=head,
                 trained_dense=dense - frozen - still[0], trained_experts=experts - still[1],
             )  # fmt: skip
-        adapters = [self._adapters(parallel, lora, layer) for layer in layers]
-        # A stage may have no layer.
-        trained_dense, trained_experts, adapted = map(sum, zip(*adapters, strict=True)) if adapters else (0, 0, 0)
+        own = [self._trained(parallel, lora, kind_of(self.architecture, layer), layer) for layer in layers]
+        own += [self._trained(parallel, lora, end)] if end else []
         return StageWeights(
-            stage=stage, layers=layers, dense=dense, experts=experts, head=head, trained_dense=trained_dense,
-            trained_experts=trained_experts, adapted=adapted,
+            stage=stage, chunks=chunks, dense=dense, experts=experts, head=head,
+            trained_dense=sum(each.dense for each in own), trained_experts=sum(each.experts for each in own),
+            adapted=sum(each.adapted for each in own), saved=sum(each.saved for each in own),
+            trains_head=any(each.head for each in own),
         )  # fmt: skip
 
     def _layer(self, parallel: Parallel, layer: int) -> tuple[int, int, int]:
@@ -141,7 +187,10 @@ class Counter:
         return dense, experts
 
     def _shapes(self, parallel: Parallel, layer: int, kind: str | LayerKind = "layer") -> Mapping[str, tuple[int, ...]]:
-        shard = Shard(
+        return self.family.parameters(self.architecture, self._shard(parallel, layer, kind))
+
+    def _shard(self, parallel: Parallel, layer: int, kind: str | LayerKind) -> Shard:
+        return Shard(
             tp_size=parallel.tp,
             ep_size=parallel.ep,
             etp_size=parallel.etp,
@@ -151,7 +200,6 @@ class Counter:
             has_output=kind in ("output", "both ends"),
             padded_vocab_size=padded_vocab_size(self.architecture, tp=parallel.tp),
         )
-        return self.family.parameters(self.architecture, shard)
 
     def matrices(self, parallel: Parallel, layers: Sequence[int]) -> tuple[int, int]:
         """Returns the dense and the expert parameters of a rank that Muon updates."""
@@ -173,19 +221,56 @@ class Counter:
                     found += math.prod(shape[:-2]) * operations(*shape[-2:], steps=steps)
         return found
 
-    def _adapters(self, parallel: Parallel, lora: LoraConfig, layer: int) -> tuple[int, int, int]:
-        """Returns the trained dense and expert parameters of a layer on a rank, and the parameters they adapt."""
-        dense = experts = adapted = 0
-        for name, shape in self._matrices(layer):
-            module = name.removesuffix(".weight")
-            in_experts = ".experts." in name
-            if not takes(lora, module) or (in_experts and not lora.experts):
+    def _trained(
+        self, parallel: Parallel, lora: LoraConfig, kind: str | LayerKind, layer: int = 0
+    ) -> "TrainedBesideBase":
+        """Returns what is trained of one layer, or of what is before or after all layers, as
+        `rlframe.megatron.lora.adapters.attach` chooses it."""
+        entries = (*lora.target_modules, *lora.exclude_modules, *lora.modules_to_save)
+        numbered = any(part.isdigit() for entry in entries for part in entry.split("."))
+        key = (parallel.tp, parallel.ep, parallel.etp, kind, layer if numbered else 0, str(lora))
+        if key not in self._with_adapters:
+            self._with_adapters[key] = self._chosen(self._recorded(parallel, layer, kind), lora)
+        return self._with_adapters[key]
+
+    def _chosen(self, layout: MemoryLayout, lora: LoraConfig) -> "TrainedBesideBase":
+        homes: dict[str, dict[str, list[Box]]] = {}
+        for tensor, boxes in layout.boxes.items():
+            for box in boxes:
+                homes.setdefault(box.parameter, {}).setdefault(tensor, []).append(box)
+        found = TrainedBesideBase()
+        for name, tensors in homes.items():
+            if in_head(name):
                 continue
-            ranks = parallel.ep * parallel.etp if in_experts else parallel.tp
-            size = lora.rank * sum(shape) // ranks
-            adapted += math.prod(shape) // ranks
-            experts, dense = (experts + size, dense) if in_experts else (experts, dense + size)
-        return dense, experts, adapted
+            tied = self.architecture.tie_embeddings and name.endswith("output_layer.weight")
+            home = EMBEDDING if tied else name
+            whole = math.prod(layout.parameters[name].shape)
+            if all(lora.saves(tensor, home) for tensor in tensors):
+                gives_logits = name.endswith("output_layer.weight") or (
+                    self.architecture.tie_embeddings and home == EMBEDDING
+                )
+                found = found.plus(name, whole, saved=whole, head=gives_logits)
+                continue
+            chosen = [
+                lora.rank * (sum(box.rows for box in boxes) + boxes[0].cols)
+                for tensor, boxes in tensors.items()
+                if lora.adapts(tensor, home, dimensions=len(layout.tensors[tensor]))
+            ]
+            found = found.plus(name, sum(chosen), adapted=whole if chosen else 0)
+        return found
+
+    def _recorded(self, parallel: Parallel, layer: int, kind: str | LayerKind) -> MemoryLayout:
+        """Returns where the tensors of one layer, or of what is before or after all layers, lie on the first rank."""
+        shard = self._shard(parallel, layer, kind)
+        shapes = self.family.parameters(self.architecture, shard)
+        parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        others = {f".layers.{index}." for index in range(self.architecture.num_layers) if index != layer}
+        tensors = {
+            name: shape
+            for name, shape in self.tensors.items()
+            if not (found := LAYER.search(name)) or found[0] not in others
+        }
+        return record(partial(self.family.load, architecture=self.architecture, shard=shard), parameters, tensors)
 
     def adapter_widths(self, lora: LoraConfig, layer: int) -> tuple[float, float]:
         """Returns the numbers of a token that the adapters of a layer read, and those that they add to. What Megatron
@@ -194,10 +279,10 @@ class Counter:
         if key not in self._widths:
             shape, inputs, outputs = self.architecture, dict[str, float](), 0.0
             for name, (rows, columns) in self._matrices(layer):
-                module, in_experts = name.removesuffix(".weight"), ".experts." in name
-                if not takes(lora, module) or (in_experts and not lora.experts):
+                module, expert = name.removesuffix(".weight"), in_experts(name)
+                if not takes(lora, module) or (expert and not lora.experts):
                     continue
-                chosen = shape.experts_per_token / shape.num_experts if in_experts else 1.0
+                chosen = shape.experts_per_token / shape.num_experts if expert else 1.0
                 parent, _, last = module.rpartition(".")
                 fused = next((each for each, parts in MODULES.items() if last in parts), last)
                 inputs[f"{parent}.{fused}"] = columns * chosen
@@ -235,5 +320,5 @@ def takes(lora: LoraConfig, module: str) -> bool:
         return f".{module}".endswith(f".{entry}") or last in MODULES.get(entry, ())
 
     return any(entry == ALL_LINEAR or named(entry) for entry in lora.target_modules) and not any(
-        named(entry) for entry in lora.exclude_modules
+        named(entry) for entry in (*lora.exclude_modules, *lora.modules_to_save)
     )

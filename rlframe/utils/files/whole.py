@@ -11,17 +11,17 @@ from rlframe.utils.errors import OutputError
 
 PARTIAL = ".partial"
 """Ends the name of what is not whole yet."""
-AGAIN = "then start the same command again, which resumes from the last complete checkpoint"
+AGAIN = "then start the same command again; a run resumes from its last complete checkpoint"
 ADVICE = {
     errno.ENOSPC: f"the disk is full: free some space, {AGAIN}",
     errno.EDQUOT: f"the quota is used up: free some space or have it raised, {AGAIN}",
     errno.EFBIG: f"files may not grow that large here: raise the limit (ulimit -f), {AGAIN}",
-    errno.EROFS: "the file system is read-only: mount it writable, or choose another folder with output=",
-    errno.EACCES: "this user may not write there: change the permissions, or choose another folder with output=",
-    errno.EPERM: "this user may not write there: change the permissions, or choose another folder with output=",
-    errno.ENAMETOOLONG: "the name is too long for this file system: choose a shorter one with output=",
-    errno.ENOENT: "its folder does not exist, or was removed or moved during the run: choose another with output=",
-    errno.ENOTDIR: "something in this path is a file: choose another folder with output=",
+    errno.EROFS: "the file system is read-only: mount it writable, or choose another folder (of a run, output=)",
+    errno.EACCES: "this user may not write there: change the permissions, or choose another folder (of a run, output=)",
+    errno.EPERM: "this user may not write there: change the permissions, or choose another folder (of a run, output=)",
+    errno.ENAMETOOLONG: "the name is too long for this file system: choose a shorter one (of a run, output=)",
+    errno.ENOENT: "its folder does not exist, or was removed or moved meanwhile: choose another (of a run, output=)",
+    errno.ENOTDIR: "something in this path is a file: choose another folder (of a run, output=)",
 }
 """Advice to the user, by the system's error number."""
 OTHERWISE = f"check the disk or the network to it, {AGAIN}"

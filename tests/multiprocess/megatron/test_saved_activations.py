@@ -142,8 +142,8 @@ def predicted(hf: dict[str, Any], options: dict[str, Any]) -> float:
     family = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "qwen3_5_text": QWEN35}[hf["model_type"]]
     architecture, train = family.architecture(hf), TrainConfig(dtype="float32", **options)
     tokens = sum(LENGTHS) - (sum(SHARED) if train.share_prompts else 0)
-    layers, keys = tuple(range(architecture.num_layers)), sum(LENGTHS) / tokens
-    kept = activations.of_stage(architecture, train, layers, tokens=tokens, cuda=False, keys_per_token=keys).kept
+    chunks, keys = [tuple(range(architecture.num_layers))], sum(LENGTHS) / tokens
+    kept = activations.of_stage(architecture, train, chunks, tokens=tokens, cuda=False, keys_per_token=keys).kept
     once = 8 * tokens + 4 * max(LENGTHS) * architecture.head_dim
     return kept + 2 * 4 * architecture.hidden_size * tokens + once
 
@@ -171,7 +171,7 @@ def test_shared_keys_are_kept_for_each_sequence_that_reads_them() -> None:
 def test_a_layer_that_is_recomputed_keeps_its_input_only() -> None:
     architecture = QWEN3.architecture(DENSE)
     train = TrainConfig(dtype="float32", **full(RecomputeMethod.UNIFORM, 1))
-    found = activations.of_stage(architecture, train, (0, 1, 2, 3), tokens=10, cuda=False)
+    found = activations.of_stage(architecture, train, [(0, 1, 2, 3)], tokens=10, cuda=False)
     assert found.kept == 4 * 10 * 64 * 4
     kernels = activations.Kernels.of(train, cuda=False)
     whole = activations.layer(architecture, kernels, Parallel(), LayerKind(sparse=False))

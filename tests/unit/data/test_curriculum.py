@@ -126,6 +126,23 @@ def test_what_is_passed_over_is_counted_and_the_order_stays_without_a_target(
     assert epoch(leases, stream, 4, {}) == "abcd"
 
 
+def test_what_is_passed_over_takes_nothing_of_the_share_of_its_dataset(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    paths = {}
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        paths[write(tmp_path / name, {}, {}, {}, {})] = 1.0
+    stream = source(paths, tokenizer, by=By.PASS_RATE, highest=0.9)
+    leases = Leases(stream, Ledger(tmp_path), curriculum=stream)
+    ids = [prompt.id for prompt in stream.first(8)]
+    # In the first epoch all of the first dataset but one turn out too easy.
+    epoch(leases, stream, 8, dict.fromkeys(ids[:3], 1.0))
+    taken = [lease.prompt.id for lease in leases.take(8, step=2, version=1)]
+    assert sum(name in ids[:4] for name in taken) == 4, taken
+    assert leases.metrics() == {"data/passed_over_prompts": 3.0}
+
+
 def test_a_pass_rate_is_the_mean_of_one_reward_between_0_and_1(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -1,5 +1,6 @@
 """Composition of the shipped configs with overrides."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,41 @@ def test_a_layout_needs_no_quotes_beyond_the_shell() -> None:
 
 def test_a_group_is_chosen_by_name() -> None:
     assert isinstance(load("grpo_qwen3_moe", ["algorithm=sft"]).algorithm, SftConfig)
+
+
+@pytest.mark.parametrize("argument", ["x=1", "+x.y=1", "~0", "2=c", "+2=c"])
+def test_a_key_inside_of_a_list_of_the_files_is_refused(tmp_path: Path, argument: str) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_qwen3_moe, _self_]\nrollout: {stop: [a, b]}\n")
+    word = re.sub(r"^([+~]?)", r"\1rollout.stop.", argument)
+    key = word.strip("+~").partition("=")[0]
+    expected = (
+        f"{key} must be the place of an item of rollout.stop, which the files give as a list of 2, got {word}; "
+        "write the whole list as rollout.stop=[...]"
+    )
+    for compose in (
+        lambda: load("mine", [word], config_dir=str(tmp_path)),
+        lambda: command_line(["--config-dir", str(tmp_path), "--config-name", "mine", word], default_name=""),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            compose()
+        assert [str(fault) for fault in caught.value.faults] == [expected]
+    assert load("mine", ["rollout.stop.1=c"], config_dir=str(tmp_path)).rollout.stop == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("of_file", "argument", "expected"),
+    [
+        ("{a.jsonl: 1, b.jsonl: 2}", "data.path=[c.jsonl,d.jsonl]", ["c.jsonl", "d.jsonl"]),
+        ("{a.jsonl: 1, b.jsonl: 2}", "++data.path=[c.jsonl]", ["c.jsonl"]),
+        ("[a.jsonl, b.jsonl]", "data.path={c: 1, d: 2}", {"c": 1.0, "d": 2.0}),
+        ("[a.jsonl, b.jsonl]", "data.path=[c.jsonl]", ["c.jsonl"]),
+    ],
+)
+def test_a_list_replaces_a_mapping_of_the_files_and_the_other_way_round(
+    tmp_path: Path, of_file: str, argument: str, expected: object
+) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults: [grpo_qwen3_moe, _self_]\ndata: {{path: {of_file}}}\n")
+    assert load("mine", [argument, "steps=3"], config_dir=str(tmp_path)).data.path == expected
 
 
 def test_what_the_critic_leaves_out_is_as_in_train() -> None:
@@ -64,7 +100,7 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
         ("reward=exactmatch", "got 'exactmatch'; did you mean exact_match?"),
         ("algorithm=grpo,grp0", "got 'grp0'; did you mean grpo?"),
         ("reward=[math,mth_length]", "got 'mth_length'; did you mean math_length?"),
-        ("reward.parts=[a.py:f]", "reward.parts must be a section with keys of its own, got [a.py:f]"),
+        ("reward.parts=[a.py:f]", "reward.parts must be a section of named entries, got ['a.py:f']"),
         ("algorithm.name=gpro", "or path/to/file.py:NAME or package.module:NAME, got 'gpro'; did you mean grpo?"),
         ("algorithm.name=kinder.algos.Mine", "got 'kinder.algos.Mine'; did you mean kinder.algos:Mine?"),
         ("algorithm.name=kinder/algos.py", "got 'kinder/algos.py'; did you mean kinder/algos.py:NAME?"),

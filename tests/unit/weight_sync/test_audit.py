@@ -158,6 +158,18 @@ def test_the_audit_is_due_every_so_many_versions_and_when_somebody_asks(monkeypa
     assert audited == [2, 4, 5], "asked for once"
 
 
+def test_an_audit_that_is_asked_for_says_what_it_leaves_out(caplog: pytest.LogCaptureFixture) -> None:
+    world = started(WeightSyncConfig(transport="reload", audit_every_steps=0))
+    flip(world.engines[0][0][1]["decoder.final_layernorm.weight"])
+    world.sync.ask_for_audit()
+    with caplog.at_level("INFO"):
+        world.sync.audit_if_due()
+    (line,) = [line for line in caplog.messages if line.startswith("audited")]
+    assert line == (
+        "audited: the trainer holds version 1; weight_sync.audit_every_steps=0 leaves engines out that take reloads"
+    )
+
+
 @pytest.mark.parametrize("side", ["source", "engine"])
 def test_padding_that_is_not_zero_is_named(side: str) -> None:
     world = started()
@@ -201,3 +213,10 @@ def test_a_bit_that_is_changed_to_test_the_proof_is_noticed_and_sent_again(trans
     world.sync.publish(version=2)
     world.sync.audit()
     world.expect(2)
+
+
+def test_a_parameter_that_is_packed_elsewhere_is_not_disturbed() -> None:
+    parameters = {"packed": torch.empty(0), "norm": torch.ones(3)}
+    rank = destination(None, parameters, tensors={"norm": (3,)}, refusal="packs its weights")
+    before = rank.snapshot()
+    assert rank.disturb() == "norm" and rank.snapshot() != before

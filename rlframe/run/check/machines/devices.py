@@ -17,6 +17,7 @@ from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.outside import is_outside
+from rlframe.weight_sync.choice import RELOAD
 from rlframe.weight_sync.transports.base import PACKAGE as TRANSPORTS
 from rlframe.weight_sync.transports.base import RankInfo, find_transport
 
@@ -62,6 +63,11 @@ def engine(run: RunConfig) -> Iterator[Fault]:
 def transport(run: RunConfig) -> Iterator[Fault]:
     """Checks that the chosen transport can connect trainer and engines on such devices, assuming one host."""
     wish = run.weight_sync.transport
+    if online(run) and wish == RELOAD and not run.rollout.has_loader:
+        why = f"rollout.name={run.rollout.name} has no loader of its own"
+        yield Fault(
+            "weight_sync.transport", "must not be reload", got=wish, why=why, hint="auto chooses one that works"
+        )
     if not online(run) or not (is_outside(wish) or wish in registry.names(TRANSPORTS)):
         return
     try:

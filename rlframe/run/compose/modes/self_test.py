@@ -39,6 +39,8 @@ def without_learning(config: RunConfig) -> RunConfig:
     changed = deepcopy(config)
     changed.steps = config.self_test.steps
     changed.checkpoint = replace(config.checkpoint, export=False)
+    # The audits of the experiment need to know what engines that take reloads hold after each sync.
+    changed.weight_sync.audit_every_steps = config.weight_sync.audit_every_steps or 1
     if hasattr(changed.algorithm, "critic_warmup_steps"):
         changed.algorithm.critic_warmup_steps = 0
     update = getattr(changed.algorithm, "reference_update", None)

@@ -6,7 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 
+from rlframe.config.load import composed
 from rlframe.models.hub import EMBEDDED
 from rlframe.run.check import check, checked
 from rlframe.run.load import load
@@ -293,6 +296,18 @@ def test_settings_that_only_rollouts_use_are_faults_of_a_supervised_run(model: s
     assert sorted(fault.split()[0] for fault in found) == sorted(keys)
 
 
+def test_a_reload_needs_an_engine_with_a_loader(model: str) -> None:
+    assert faults(model, "weight_sync.transport=reload") == [
+        "weight_sync.transport must not be reload, got reload: rollout.name=transformers has no loader of its own; "
+        "auto chooses one that works"
+    ]
+    # Which engine it is is not known where the rollout cannot be built.
+    values = composed("grpo_qwen3_moe", [f"model.path={model}", "rollout=vllm", "rollout.max_tokens=-3"])
+    with pytest.raises(ConfigError) as caught:
+        checked(values | {"weight_sync": {"transport": "reload"}})
+    assert not [fault for fault in caught.value.faults if str(fault.key) == "weight_sync.transport"]
+
+
 def test_of_a_streamed_dataset_the_beginning_is_looked_at_and_nothing_is_held_out(model: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "q", "response": "r"}\n' * 3 + "no record\n")
@@ -351,6 +366,20 @@ def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp
     ]
     (start / "metadata.json").touch()
     assert faults(model, f"checkpoint.start_from={start}") == []
+
+
+def test_a_head_that_is_kept_must_be_in_what_a_run_starts_from(model: str, tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    save({"decoder.final_layernorm.weight": torch.ones(2)}, checkpoint_id=start, no_dist=True)
+    (start / "metadata.json").touch()
+    given = ["train.mtp.mode=keep", f"checkpoint.start_from={start}"]
+    found = [fault for fault in faults(model, *given) if "start_from" in fault]
+    assert found == [
+        f"train.mtp.mode must be drop, got keep: checkpoint.start_from={start} has no head for multi-token prediction; "
+        "or start from another checkpoint"
+    ]
+    save({"mtp_head.norm.weight": torch.ones(2)}, checkpoint_id=start, no_dist=True)
+    assert not [fault for fault in faults(model, *given) if "start_from" in fault]
 
 
 def test_a_users_reward_must_not_need_a_field_that_no_record_has(model: str, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Which curricula a run can follow."""
 
+from pathlib import Path
+
 import pytest
 
 from rlframe.run.check import check
@@ -60,6 +62,24 @@ def test_prompts_may_have_an_order(overrides: list[str]) -> None:
 )
 def test_an_order_that_cannot_be_is_refused(config: str, overrides: list[str], fault: str) -> None:
     assert faults(config, *overrides) == [fault]
+
+
+def test_an_environments_rewards_are_pass_rates_without_parts(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rlframe.environments.base import Environment\n"
+        "class Mine(Environment):\n    rewards = True\n    def __init__(self, config):\n        pass\n"
+    )
+    settings = [*PASS_RATE, f"environment.name={file}:Mine", "~reward"]
+    assert not [fault for fault in faults("grpo_qwen3_moe", *settings) if "curriculum" in fault]
+    (fault,) = [
+        fault
+        for fault in faults("grpo_qwen3_moe", *settings, "data.curriculum.reward_part=exact_match")
+        if "curriculum" in fault
+    ]
+    assert fault.startswith(
+        "data.curriculum.reward_part must be one of reward.parts, of which there is none, got 'exact_match'"
+    )
 
 
 def test_pass_rates_need_a_reward() -> None:

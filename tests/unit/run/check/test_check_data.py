@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from rlframe.algorithms.base import Algorithm
+from rlframe.algorithms.classification import ClassificationConfig
 from rlframe.algorithms.dpo import Dpo, DpoConfig, ReferenceSource
 from rlframe.algorithms.gkd import Gkd, GkdConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
+from rlframe.algorithms.reranker import RerankerConfig, RerankerLoss
 from rlframe.algorithms.sft import Imitated, Sft, SftConfig
 from rlframe.data.config import DataConfig
 from rlframe.data.kinds import find_source
@@ -83,6 +85,50 @@ def test_labels_that_are_all_the_same_are_refused() -> None:
     (fault,) = map(str, nothing_to_judge(labelled("x", "x"), [], what="s"))
     assert fault == "data.path=s has the label 'x' on every record: there is nothing to distinguish"
     assert list(nothing_to_judge(labelled("x", "y"), [], what="s")) == []
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "fault"),
+    [
+        (["x", "y", "z"], None, "algorithm.num_classes must be at least 3, got 2: s has the classes x, y, z"),
+        (["x", "z"], ["x", "y", "z"], "algorithm.num_classes must be at least 3, got 2: s has the classes x, y, z"),
+        ([0, 4, 1], None, "algorithm.num_classes must be at least 5, got 2: s has the label 4"),
+        ([0, 0.5], None, "data.path must have whole numbers from 0 as labels, or names, got 0.5 in s"),
+        ([0, -1], None, "data.path must have whole numbers from 0 as labels, or names, got -1 in s"),
+        ([True, False], None, None),
+        (["y", "x"], ["x", "y", "z"], None),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(labels: list[Any], names: list[str] | None, fault: str | None) -> None:
+    rows = [Record(fields={"text": "a", "label": label}, source="s", where="s:1") for label in labels]
+    readings = [find_source("labelled").understand(row, DataConfig(labels=names)) for row in rows]
+    found = [
+        str(each) for each in nothing_to_judge(readings, [], what="s", settings=ClassificationConfig(), names=names)
+    ]
+    assert found == ([fault] if fault else [])
+
+
+@pytest.mark.parametrize(
+    ("labels", "loss", "fault"),
+    [
+        (
+            [0, 3, 1],
+            "pointwise",
+            "must have labels from 0 to 1, got 3 in s: algorithm.loss=pointwise; or use",
+        ),
+        ([0, 3, 1], "listwise", None),
+        ([0, -1], "listwise", "must have labels from 0 on, got -1 in s: algorithm.loss=listwise"),
+        ([0, 0.5, 1], "pointwise", None),
+    ],
+)
+def test_labels_that_a_rerankers_loss_does_not_know_are_refused(
+    labels: list[float], loss: str, fault: str | None
+) -> None:
+    fields = {"query": "q", "documents": [*"abc"][: len(labels)], "labels": labels}
+    readings = [find_source("labelled").understand(Record(fields=fields, source="s", where="s:1"), DataConfig())]
+    settings = RerankerConfig(loss=RerankerLoss(loss))
+    found = [str(each) for each in nothing_to_judge(readings, [], what="s", settings=settings)]
+    assert len(found) == bool(fault) and all(each.startswith(f"data.path {fault}") for each in found)
 
 
 def test_each_setting_of_some_kinds_is_looked_at_by_one() -> None:

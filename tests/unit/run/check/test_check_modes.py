@@ -212,6 +212,13 @@ def test_each_step_of_a_self_test_measures_the_same() -> None:
         assert without_learning(config).train.norms_every_steps == expected
 
 
+def test_a_self_test_audits_engines_that_take_reloads_whatever_the_run_does() -> None:
+    for asked, expected in ((0, 1), (10, 10)):
+        config = load("grpo_qwen3_moe", [f"weight_sync.audit_every_steps={asked}"])
+        assert without_learning(config).weight_sync.audit_every_steps == expected
+        assert config.weight_sync.audit_every_steps == asked
+
+
 def test_nothing_else_moves_weights_in_a_self_test() -> None:
     config = load("grpo_qwen3_moe", ["train.moe.bias_update_rate=0.01", "critic.train={moe: {bias_update_rate: 0.1}}"])
     still = without_learning(config)

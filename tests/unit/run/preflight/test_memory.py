@@ -12,11 +12,14 @@ from rlframe.models.families.base import Family
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.shards import parameters, shards_of_rank
+from rlframe.run.check.context import algorithm_of
+from rlframe.run.load import load
+from rlframe.run.preflight.activations import recomputed_fraction
 from rlframe.run.preflight.devices import KINDS, named
 from rlframe.run.preflight.parts import Part, Phase, Process
-from rlframe.run.preflight.plan import Plan
+from rlframe.run.preflight.plan import Plan, plan
 from rlframe.run.preflight.weights import Counter
-from tests.unit.run.preflight.models import MOE, QWEN3_4B, SPARSE, planned
+from tests.unit.run.preflight.models import MOE, QWEN3_4B, SPARSE, folder, planned
 
 ATTENTION = 2048 * (32 + 4 + 4) * 128 + 32 * 128 * 2048 + 2 * 128
 """Parameters of a layer of Qwen3-30B-A3B: query, key, value and output matrices, and two norms of heads."""
@@ -27,6 +30,11 @@ EMBEDDING = 151936 * 2048
 def part(found: Plan, phase: Phase, name: str) -> float:
     """Bytes of a part of the policy."""
     return next(each.bytes for role, each in found.devices[0].at(phase) if (role, each.name) == ("policy", name))
+
+
+def names(found: Plan) -> set[str]:
+    """The parts of the policy while it trains."""
+    return {each.name for role, each in found.devices[0].at(Phase.TRAIN) if role == "policy"}
 
 
 def test_parameters_of_a_rank_are_those_of_the_published_dimensions() -> None:
@@ -61,7 +69,56 @@ def test_an_adapter_of_rank_r_has_r_numbers_for_each_row_and_column() -> None:
     counter = Counter(QWEN3, QWEN3.architecture(QWEN3_4B))
     (found,) = counter.stages(Parallel(), LoraConfig(rank=8, target_modules=["q_proj", "linear_fc2"]))
     assert found.trained_dense == 36 * 8 * ((2560 + 4096) + (9728 + 2560))
-    assert found.adapted == 36 * (2560 * 4096 + 9728 * 2560)
+    # Megatron keeps queries, keys and values in one weight, which is merged whole.
+    assert found.adapted == 36 * (2560 * (4096 + 2 * 1024) + 9728 * 2560)
+
+
+def test_each_tensor_parallel_rank_has_one_half_of_an_adapter_whole() -> None:
+    counter = Counter(QWEN3, QWEN3.architecture(QWEN3_4B))
+    found, *_ = counter.stages(Parallel(tp=2), LoraConfig(rank=8, target_modules=["q_proj", "linear_fc2"]))
+    assert found.trained_dense == 36 * 8 * ((2560 + 4096 // 2) + (9728 // 2 + 2560))
+
+
+def test_modules_to_save_are_trained_in_full_in_every_stage_that_holds_them(tmp_path: Path) -> None:
+    counter = Counter(QWEN3, QWEN3.architecture(QWEN3_4B))
+    config = LoraConfig(rank=8, target_modules=["q_proj"], modules_to_save=["embed_tokens", "q_norm"])
+    stages = counter.stages(Parallel(pp=2), config)
+    # The last stage has a copy of the tied embedding.
+    saved = 151936 * 2560 + 18 * 128
+    assert [stage.saved for stage in stages] == [saved, saved]
+    assert [stage.trained_dense for stage in stages] == [saved + 18 * 8 * (2560 + 4096)] * 2
+    overrides = ("train.parallel=d1", "+train.lora.rank=8", "+train.lora.modules_to_save=[embed_tokens]")
+    whole = planned(tmp_path / "a", QWEN3_4B, *overrides)
+    (stage,) = whole.trainer.stages()
+    assert part(whole, Phase.TRAIN, "gradients") == 4 * stage.trained_dense > 4 * 151936 * 2560
+    without = planned(tmp_path / "a", QWEN3_4B, *overrides[:2])
+    assert "gradient of the output layer" not in names(without)
+    assert part(whole, Phase.TRAIN, "gradient of the output layer") == 2 * 151936 * 2560
+
+
+def test_the_head_of_values_is_trained_beside_adapters() -> None:
+    counter = Counter(QWEN3, QWEN3.architecture(QWEN3_4B).with_outputs(1))
+    (stage,) = counter.stages(Parallel(), LoraConfig(rank=8, target_modules=["q_proj"]))
+    assert (stage.saved, stage.trained_dense) == (2560, 2560 + 36 * 8 * (2560 + 4096))
+
+
+def test_adapters_that_engines_receive_unmerged_have_no_merged_copy_of_their_weights(tmp_path: Path) -> None:
+    settings = ("train.parallel=d1", "+train.lora.rank=8", "rollout.sleep_level=1")
+    merged = planned(tmp_path / "a", QWEN3_4B, *settings)
+    apart = planned(tmp_path / "a", QWEN3_4B, *settings, "weight_sync.lora=adapter")
+    # Of a layer all weights but the norms have adapters.
+    layer = 2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728
+    assert part(merged, Phase.TRAIN, "merged adapters") == 2 * 36 * layer
+    assert "merged adapters" not in names(apart)
+
+
+def test_without_engines_nobody_holds_merged_weights(tmp_path: Path) -> None:
+    model = f"model.path={folder(tmp_path / 'a', QWEN3_4B)}"
+    run = load("sft_qwen3_8b", [model, "train.parallel=d1", "+train.lora.rank=8"])
+    assert "merged adapters" not in names(plan(run, algorithm_of(run), KINDS["h200"]))
+    with_critic = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1", "+train.lora.rank=8", "algorithm=ppo")
+    held = {role for role, each in with_critic.devices[0].at(Phase.TRAIN) if each.name == "merged adapters"}
+    assert held == {"policy"}
 
 
 def test_a_stage_without_layers_trains_no_adapter() -> None:
@@ -119,6 +176,16 @@ def test_tensor_parallel_ranks_share_activations_and_pipeline_stages_hold_severa
     assert {part.name: part.bytes for part in last.work[Phase.TRAIN]}["activations"] == pytest.approx(kept / 2)
 
 
+def test_each_chunk_of_a_stage_recomputes_its_own_first_layers(tmp_path: Path) -> None:
+    settings = ("train.recompute=full", "train.recompute_options.method=block", "train.recompute_options.layers=3")
+    found = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1p2v3", *settings).trainer
+    without = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1p2v3").trainer
+    tokens, each = found.tokens, without.activations(without.stages()[0]).kept / 18
+    # Three chunks of six layers, of which three keep their input alone.
+    assert found.activations(found.stages()[0]).kept == pytest.approx(9 * tokens * 2560 * 2 + 9 * each)
+    assert recomputed_fraction(found.train, found.stages()[0].chunks) == 1 / 2
+
+
 def test_a_device_has_the_speeds_of_its_kind_whatever_the_driver_calls_it() -> None:
     found = named("NVIDIA H200", 150_000_000_000)
     assert (found.memory_bytes, found.speeds) == (150_000_000_000, KINDS["h200"].speeds)
@@ -168,6 +235,17 @@ def test_main_weights_and_moments_that_wait_in_host_memory_leave_the_device(tmp_
     freed = stays.devices[0].bytes_at(Phase.GENERATION) - releases.devices[0].bytes_at(Phase.GENERATION)
     assert freed == pytest.approx(4 * 4_022_468_096 + transient) and releases.host_bytes == stays.host_bytes
     assert stays.step_seconds["train"] < releases.step_seconds["train"] < sleeps.step_seconds["train"]
+
+
+def test_a_reference_that_follows_the_policy_has_its_float32_values_in_host_memory_and_in_checkpoints(
+    tmp_path: Path,
+) -> None:
+    settings = ("train.parallel=d2", "algorithm.kl_coefficient=0.1")
+    stays = planned(tmp_path / "a", QWEN3_4B, *settings)
+    follows = planned(tmp_path / "a", QWEN3_4B, *settings, "algorithm.reference_update.every_steps=2")
+    assert stays.host_bytes == 2 * 2 * 4_022_468_096
+    assert follows.host_bytes - stays.host_bytes == 2 * 4 * 4_022_468_096
+    assert follows.checkpoint_copy_bytes - stays.checkpoint_copy_bytes == 2 * 4 * 4_022_468_096
 
 
 def test_a_long_sequence_keeps_its_layers_inputs_on_the_host_and_few_logits(tmp_path: Path) -> None:

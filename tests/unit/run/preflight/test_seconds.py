@@ -158,6 +158,19 @@ def test_muon_adds_the_products_that_orthogonalise_shared_by_the_ranks_of_a_stag
     assert two[1] - two[0] == pytest.approx((products - saved) / 2)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [["+train.lora.rank=8"], ["train.recompute=full", "train.recompute_options.method=block"]],
+    ids=["adapters", "block"],
+)
+def test_a_stage_without_layers_takes_no_seconds_of_layers(tmp_path: Path, settings: list[str]) -> None:
+    stages = "train.parallel={pp: 3, pipeline_layout: Ett|tt|L}"
+    found = planned(tmp_path / "a", QWEN3_4B | {"num_hidden_layers": 4}, stages, *settings)
+    *_, last = found.trainer.stages()
+    spent = found.timed(found.trainer, found.division).one_pass(last, backward=True)
+    assert (spent.attention, spent.experts, spent.elementwise, spent.launches) == (0, 0, 0, 0)
+
+
 @pytest.mark.thorough
 def test_adapters_move_their_inputs_and_outputs(tmp_path: Path) -> None:
     settings = ("train.recompute=full", "train.lora.rank=32", "train.max_tokens_per_microbatch=16384")

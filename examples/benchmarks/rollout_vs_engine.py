@@ -17,6 +17,7 @@ one after the other:
     rlframe_one_process   `rlframe` with worker_process=false
     rlframe_unshared   `rlframe` with share_prompts=false
     rlframe_two_steps  `rlframe` with two steps under way, as vLLM has, in place of three
+    rlframe_cublas     `rlframe` without kernels of its own for products of few rows
 
 Of each case: seconds of a batch, its tokens per second, milliseconds of a decode step (a batch less one of one token a
 response), and CPU seconds of this process. `ratios` has the speed of each over that of `offline`.
@@ -26,6 +27,7 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -42,11 +44,14 @@ from weight_sync import machine
 
 from rlframe.models.hub import read_config
 from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.decode.ahead import FEW_ROWS, KEY, STEPS
 from rlframe.rollout.vllm.engine import VllmEngine
 from rlframe.rollout.vllm.launch import engine_arguments, set_environment
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 
+DEPENDENT = "TORCHINDUCTOR_ENABLE_PDL"
+"""Environment variable of Inductor by which its kernels begin before the one ahead has ended."""
 SHAPES = {"smollm2_135m": (512, 40, 12), "tiny": (16, 8, 8)}
 """Requests, tokens of a prompt and of a response, by model."""
 SHAPE = (256, 170, 512)
@@ -171,6 +176,8 @@ def offline(config: VllmConfig, *, cuda: bool, **start: Any) -> Callable[[], tup
 
     def started() -> tuple[Any, Callable[[], None]]:
         set_environment(config, cuda=cuda)
+        # vLLM's processes read it. Those of the next engine get what rlframe sets.
+        os.environ[DEPENDENT] = "0"
         from vllm import LLM, EngineArgs
 
         # Without what rlframe adds for speed, but for the loader, which makes the weights.
@@ -178,6 +185,7 @@ def offline(config: VllmConfig, *, cuda: bool, **start: Any) -> Callable[[], tup
         arguments = engine_arguments(alone, cuda=cuda, **start)
         own = {"scheduler_cls": None, "additional_config": {}}
         engine = LLM(**{each.name: getattr(arguments, each.name) for each in fields(EngineArgs)} | own)
+        del os.environ[DEPENDENT]
 
         def close() -> None:
             engine.llm_engine.engine_core.shutdown()
@@ -292,7 +300,8 @@ OURS: dict[str, Callable[[Any], Batch]] = {
 CHANGED = {
     "rlframe_one_process": {"worker_process": False},
     "rlframe_unshared": {"share_prompts": False},
-    "rlframe_two_steps": {"engine_options": {"additional_config": {}}},
+    "rlframe_two_steps": {"engine_options": {"additional_config": {FEW_ROWS: True}}},
+    "rlframe_cublas": {"engine_options": {"additional_config": {KEY: STEPS}}},
 }
 """Settings of engines of their own, by the name of the case."""
 CASES = OFFLINE | OURS | dict.fromkeys(CHANGED, through_engine(record=True))

@@ -128,12 +128,12 @@ def _fits(plan: Plan, given: int | None) -> Iterator[str]:
     if given is not None and given != plan.num_devices:
         more = "more than" if plan.num_devices > given else "fewer than"
         yield f"the run needs {plan.num_devices} devices, {more} the {given} given"
-    if plan.host_bytes:
-        yield f"each host must have {plan.host_bytes / GB:.0f} GB of memory for what waits or is updated there"
-    if plan.checkpoint_copy_bytes:
+    if plan.host.waiting_bytes:
+        yield f"each host must have {plan.host.waiting_bytes / GB:.0f} GB of memory for what waits, is held or is updated there"
+    if plan.host.checkpoint_copy_bytes:
         yield (
-            f"training goes on while a checkpoint is written where each host has {plan.checkpoint_copy_bytes / GB:.1f} "
-            "GB of memory for a copy (checkpoint.asynchronous)"
+            "training goes on while a checkpoint is written where each host has "
+            f"{plan.host.checkpoint_copy_bytes / GB:.1f} GB of memory for a copy (checkpoint.asynchronous)"
         )
 
 
@@ -215,8 +215,8 @@ def facts(plan: Plan, faults: Iterable[Fault], layouts: Iterable[Layout]) -> dic
         ],
         "fits": plan.fits,
         "missing_bytes": plan.missing_bytes,
-        "host_bytes": plan.host_bytes,
-        "checkpoint_copy_bytes": plan.checkpoint_copy_bytes,
+        "host_bytes": plan.host.waiting_bytes,
+        "checkpoint_copy_bytes": plan.host.checkpoint_copy_bytes,
         "seconds": plan.step_seconds,
         "layouts": [
             {

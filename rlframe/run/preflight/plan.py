@@ -7,7 +7,6 @@ from functools import cached_property
 from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
 from rlframe.cluster.roles import CRITIC, ENGINES, JUDGE_ENGINES, POLICY, REWARD_MODEL, TEACHER, TEACHER_ENGINES, Place
 from rlframe.data.kinds import find_source
-from rlframe.loops.config import Asynchronous
 from rlframe.megatron.config.forward_only import forward_only
 from rlframe.megatron.config.mtp import MtpMode
 from rlframe.megatron.config.parallel import Parallel
@@ -21,8 +20,9 @@ from rlframe.run.config import RunConfig
 from rlframe.run.preflight import constants, seconds, turns
 from rlframe.run.preflight.devices import Accelerator
 from rlframe.run.preflight.engine import EngineMemory
+from rlframe.run.preflight.host import HostMemory
 from rlframe.run.preflight.parts import DeviceMemory, Phase, Process, total
-from rlframe.run.preflight.trainer import FLOAT32, MOMENTS, TrainerMemory, frozen_process
+from rlframe.run.preflight.trainer import TrainerMemory, frozen_process
 from rlframe.run.preflight.weights import Counter
 from rlframe.run.preflight.workload import Division, Workload, divide, layout_of
 from rlframe.run.roles import teacher_engine, topology
@@ -277,58 +277,16 @@ class Plan:
         return self.engine is None or self.engine.cache_tokens >= self.engine.sequence_tokens
 
     @cached_property
-    def host_bytes(self) -> float:
-        """Host memory of one host that ranks pin or copy: the policy's references, and of policy and critic inputs of
-        layers, main weights and moments that wait there or are updated there."""
-        # A reference that follows in more digits than the weights have a copy in float32 beside them.
-        exact = self._following_bytes if self.trainer.itemsize < FLOAT32 else 0.0
-        references = (self.reference_bytes + exact) * min(self.parallel.world, self.devices_per_host)
-        return references + sum(
-            self._waiting_bytes(each) * min(each.parallel.world, self.devices_per_host) for each in self._trainers
+    def host(self) -> HostMemory:
+        """The memory of a host."""
+        return HostMemory(
+            run=self.run,
+            algorithm=self.algorithm,
+            policy=self.trainer,
+            critic=self.critic_trainer,
+            ranks=self.devices_per_host,
+            samples=self.workload.sampled,
         )
-
-    @staticmethod
-    def _waiting_bytes(trainer: TrainerMemory) -> float:
-        """Returns the bytes of a rank's layer inputs, main weights and moments in host memory."""
-        train, layout = trainer.train, trainer.parallel
-        stage = max(trainer.stages(), key=lambda each: each.all)
-        states = {part.name: part.bytes for part in trainer.states(stage)}
-        found = float(trainer.host_activations())
-        if train.offload_optimizer:
-            found += states.get("main weights", 0.0) + states[MOMENTS]
-        shard = stage.trained_dense / (layout.dp * layout.cp) + stage.trained_experts / layout.edp
-        return found + shard * 12 * train.optimizer.cpu_offload_fraction
-
-    @property
-    def _trainers(self) -> list[TrainerMemory]:
-        return [self.trainer, *([self.critic_trainer] if self.critic_trainer else [])]
-
-    @cached_property
-    def checkpoint_copy_bytes(self) -> float:
-        """Host memory of one host for a copy of the training state, which is written while training goes on."""
-        if self.run.checkpoint.copies is Asynchronous.FALSE:
-            return 0.0
-        states = sum(
-            max(each.state_bytes(stage) for stage in each.stages()) * min(each.parallel.world, self.devices_per_host)
-            for each in self._trainers
-        )
-        return states + self._following_bytes * min(self.parallel.world, self.devices_per_host)
-
-    @property
-    def _following_bytes(self) -> float:
-        """Returns the bytes of the float32 values of a rank's reference that follows the policy."""
-        follows = self.algorithm.reference_update.every_steps > 0
-        return self.reference_bytes / self.trainer.itemsize * FLOAT32 if follows else 0.0
-
-    @cached_property
-    def reference_bytes(self) -> float:
-        """Bytes of the reference's weights that a rank keeps in host memory, and exchanges with its own each step."""
-        needed = self.algorithm.needs_reference and not self.algorithm.precomputes_reference
-        if not needed:
-            return 0.0
-        with_adapters = self.run.train.lora is not None
-        counts = (stage.saved if with_adapters else stage.all for stage in self.trainer.stages())
-        return max(counts) * self.trainer.itemsize
 
     @property
     def resident_bytes(self) -> float:
@@ -347,7 +305,7 @@ class Plan:
         forward += float(self.algorithm.needs_reference and not self.algorithm.precomputes_reference)
         if forward:
             # The reference's weights go there and back.
-            found["logprobs"] = forward * one_pass + 2 * self.reference_bytes / constants.REFERENCE_BANDWIDTH
+            found["logprobs"] = forward * one_pass + 2 * self.host.reference_bytes / constants.REFERENCE_BANDWIDTH
         found["train"] = self.update_seconds + constants.CALL_S
         found["train"] += one_pass if self.algorithm.needs_entropies else 0.0
         if self.critic_trainer:

@@ -67,13 +67,13 @@ def device_faults(found: Plan) -> Iterator[Fault]:
 def copy_faults(found: Plan) -> Iterator[Fault]:
     """Yields a fault if a copy of the training state is wanted that this machine has no memory for."""
     asked, memory = found.run.checkpoint.asynchronous, host().memory_bytes
-    held = found.host_bytes + (0.0 if found.cuda else found.resident_bytes)
-    if asked is Asynchronous.TRUE and held + found.checkpoint_copy_bytes > memory:
+    held = found.host.waiting_bytes + (0.0 if found.cuda else found.resident_bytes)
+    if asked is Asynchronous.TRUE and held + found.host.checkpoint_copy_bytes > memory:
         yield Fault(
             "checkpoint.asynchronous",
             "must be auto or false",
             got=asked.value,
-            why=f"a copy of the training state takes {found.checkpoint_copy_bytes / 1e9:.1f} GB beside "
+            why=f"a copy of the training state takes {found.host.checkpoint_copy_bytes / 1e9:.1f} GB beside "
             f"{held / 1e9:.1f} GB, and this machine has {memory / 1e9:.1f} GB of memory",
         )
 

@@ -225,15 +225,18 @@ def test_main_weights_and_moments_that_wait_in_host_memory_leave_the_device(tmp_
     freed = stays.devices[0].bytes_at(Phase.GENERATION) - sleeps.devices[0].bytes_at(Phase.GENERATION)
     transient = sum(part.bytes for part in stays.trainer.process().work[Phase.TRAIN])
     assert freed == pytest.approx(16 * 4_022_468_096 + transient)
-    assert sleeps.host_bytes - stays.host_bytes == 12 * 4_022_468_096
+    assert sleeps.host.waiting_bytes - stays.host.waiting_bytes == 12 * 4_022_468_096
     critic = planned(
         tmp_path / "a", QWEN3_4B, *overrides, "train.offload_optimizer=true", "algorithm=ppo", "algorithm.group_size=1"
     )
     # The critic's head has one output in the place of none: the embeddings are tied.
-    assert critic.host_bytes == 12 * (2 * 4_022_468_096 + 2560)
+    assert critic.host.waiting_bytes == 12 * (2 * 4_022_468_096 + 2560)
     releases = planned(tmp_path / "a", QWEN3_4B, *overrides, "train.release_memory=true")
     freed = stays.devices[0].bytes_at(Phase.GENERATION) - releases.devices[0].bytes_at(Phase.GENERATION)
-    assert freed == pytest.approx(4 * 4_022_468_096 + transient) and releases.host_bytes == stays.host_bytes
+    assert (
+        freed == pytest.approx(4 * 4_022_468_096 + transient)
+        and releases.host.waiting_bytes == stays.host.waiting_bytes
+    )
     assert stays.step_seconds["train"] < releases.step_seconds["train"] < sleeps.step_seconds["train"]
 
 
@@ -243,9 +246,18 @@ def test_a_reference_that_follows_the_policy_has_its_float32_values_in_host_memo
     settings = ("train.parallel=d2", "algorithm.kl_coefficient=0.1")
     stays = planned(tmp_path / "a", QWEN3_4B, *settings)
     follows = planned(tmp_path / "a", QWEN3_4B, *settings, "algorithm.reference_update.every_steps=2")
-    assert stays.host_bytes == 2 * 2 * 4_022_468_096
-    assert follows.host_bytes - stays.host_bytes == 2 * 4 * 4_022_468_096
-    assert follows.checkpoint_copy_bytes - stays.checkpoint_copy_bytes == 2 * 4 * 4_022_468_096
+    assert stays.host.waiting_bytes == 2 * 2 * 4_022_468_096
+    assert follows.host.waiting_bytes - stays.host.waiting_bytes == 2 * 4 * 4_022_468_096
+    assert follows.host.checkpoint_copy_bytes - stays.host.checkpoint_copy_bytes == 2 * 4 * 4_022_468_096
+
+
+def test_weights_that_are_held_for_engines_are_once_in_host_memory(tmp_path: Path) -> None:
+    plain, held = (
+        planned(tmp_path / "a", QWEN3_4B, "train.parallel=t2d2", f"weight_sync.hold={hold}")
+        for hold in ("none", "host")
+    )
+    # By hand: all weights in two bytes, whatever the number of ranks.
+    assert held.host.waiting_bytes - plain.host.waiting_bytes == 2 * 4_022_468_096
 
 
 def test_a_long_sequence_keeps_its_layers_inputs_on_the_host_and_few_logits(tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ def _fits(plan: Plan, given: int | None) -> Iterator[str]:
         more = "more than" if plan.num_devices > given else "fewer than"
         yield f"the run needs {plan.num_devices} devices, {more} the {given} given"
     if plan.host.waiting_bytes:
-        yield f"each host must have {plan.host.waiting_bytes / GB:.0f} GB of memory for what waits, is held or is updated there"
+        waiting = f"{plan.host.waiting_bytes / GB:.0f} GB"
+        yield f"each host must have {waiting} of memory for what waits, is held or is updated there"
     if plan.host.checkpoint_copy_bytes:
         yield (
             "training goes on while a checkpoint is written where each host has "

@@ -13,7 +13,7 @@ from rlframe.weight_sync.config import HoldIn
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """What ranks pin or copy in the memory of one host, in bytes."""
+    """Bytes that ranks pin or copy in the memory of one host."""
 
     run: RunConfig
     algorithm: Algorithm

@@ -127,7 +127,7 @@ def engine_arguments(
     if not config.compile and not config.enforce_eager:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if cuda else "NONE"}
     if cuda:
-        options |= {"moe_backend": config.moe_backend.value, "additional_config": ENTRIES}
+        options |= {"moe_backend": config.moe_backend.value, "additional_config": dict(ENTRIES)}
     else:
         # vLLM 0.32 rewinds the random generator after a partial prefill; CPU generators cannot, and the core dies.
         options |= {"enable_chunked_prefill": False}

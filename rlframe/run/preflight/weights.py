@@ -34,6 +34,7 @@ INDEXER = ".indexer."
 EMBEDDING = "embedding.word_embeddings.weight"
 """Megatron's name of the embedding."""
 LAYER = re.compile(r"\.layers\.\d+\.")
+"""Part of a tensor's name that says its layer."""
 NOT_ADAPTED = ("mlp.gate", "router", "block_sparse_moe.gate", "shared_expert_gate", "norm")
 """Ends of modules of a layer that have no adapter: routers and norms."""
 
@@ -223,7 +224,7 @@ class Counter:
 
     def _trained(
         self, parallel: Parallel, lora: LoraConfig, kind: str | LayerKind, layer: int = 0
-    ) -> "TrainedBesideBase":
+    ) -> TrainedBesideBase:
         """Returns what is trained of one layer, or of what is before or after all layers, as
         `rlframe.megatron.lora.adapters.attach` chooses it."""
         entries = (*lora.target_modules, *lora.exclude_modules, *lora.modules_to_save)
@@ -233,7 +234,8 @@ class Counter:
             self._with_adapters[key] = self._chosen(self._recorded(parallel, layer, kind), lora)
         return self._with_adapters[key]
 
-    def _chosen(self, layout: MemoryLayout, lora: LoraConfig) -> "TrainedBesideBase":
+    def _chosen(self, layout: MemoryLayout, lora: LoraConfig) -> TrainedBesideBase:
+        """Returns what is trained of the parameters of a layout."""
         homes: dict[str, dict[str, list[Box]]] = {}
         for tensor, boxes in layout.boxes.items():
             for box in boxes:

@@ -45,8 +45,9 @@ class Tiles(NamedTuple):
 
 
 NARROW, DEEP_NARROW, WIDE = Tiles(16, 64, 4, 4, 4), Tiles(16, 64, 8, 8, 4), Tiles(32, 128, 1, 4, 4)
-"""The best of 69 to 161 for each of a 1.7 B's four products on an H200 (2026-11-29, by hand): 4.3, 6.5, 9.2 and 14.6
-microseconds where cuBLAS took 6.1, 7.0, 11.0 and 15.4, and reading the weights takes 1.9, 3.7, 5.6 and 11.2."""
+"""Within 6 % of the best of 69 to 161 ways for each of a 1.7 B's four products on an H200 (2026-11-29, by hand, trial
+kernels of this form): 4.3, 6.5, 9.2 and 14.6 microseconds where cuBLAS took 6.1, 7.0, 11.0 and 15.4, and reading the
+weights takes 1.9, 3.7, 5.6 and 11.2."""
 
 
 def tiles_for(columns: int, depth: int, *, processors: int) -> Tiles:

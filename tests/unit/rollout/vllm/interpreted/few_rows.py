@@ -28,5 +28,7 @@ def test_a_product_of_few_rows_is_torchs(tiles: Tiles, rows: int, with_bias: boo
         *((100, 256, NARROW), (2048, 4352, NARROW), (4224, 4096, WIDE)),
     ],
 )
-def test_narrow_tiles_give_each_multiprocessor_a_program(columns: int, depth: int, tiles: Tiles) -> None:
+def test_products_of_few_columns_have_narrow_tiles_and_deep_ones_more_parts(
+    columns: int, depth: int, tiles: Tiles
+) -> None:
     assert tiles_for(columns, depth, processors=132) is tiles

@@ -25,7 +25,7 @@ def test_a_product_is_torchs(rows: int, columns: int, depth: int, with_bias: boo
     found = torch.ops.rlframe.linear(x, weight, bias)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     torch.testing.assert_close(found.double(), expected, atol=0.02, rtol=2**-8)
-    alone = few_rows.multiply(x, weight, bias, few_rows.tiles_for(columns, depth, processors=132), dependent=False)
+    alone = few_rows.multiply(x, weight, bias, few_rows.tiles_for(columns, processors=132), dependent=False)
     assert torch.equal(found, alone)
 
 

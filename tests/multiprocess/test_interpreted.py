@@ -20,6 +20,7 @@ FILES = {
         "rollout/vllm/interpreted/few_rows.py",
         "rollout/vllm/interpreted/gumbel.py",
         "rollout/vllm/interpreted/one_pass.py",
+        "rollout/vllm/interpreted/rotary.py",
         "rollout/vllm/interpreted/shared_prompts.py",
     ),
     "fla": ("megatron/packed/interpreted/delta.py",),

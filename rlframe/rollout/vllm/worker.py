@@ -103,9 +103,10 @@ class RecordingLoader(DefaultModelLoader):
     def load_model(self, vllm_config: Any, model_config: Any, **kwargs: Any) -> Any:
         """Returns the model, loaded and post-processed by vLLM, with its `LoadNotes` or `DraftNotes`. A draft
         model of its own is loaded by vLLM alone."""
-        if multiplies_few_rows(vllm_config) and torch.cuda.get_device_capability() >= MEASURED:
-            # It needs Triton, which an engine on a CPU may lack.
-            from rlframe.rollout.vllm.decode import few_rows
+        own_kernels = multiplies_few_rows(vllm_config) and torch.cuda.get_device_capability() >= MEASURED
+        if own_kernels:
+            # They need Triton, which an engine on a CPU may lack.
+            from rlframe.rollout.vllm.decode import few_rows, rotary
 
             few_rows.install()
         self._drafts = model_config.runner_type == DRAFT
@@ -114,6 +115,8 @@ class RecordingLoader(DefaultModelLoader):
                 vllm_config=vllm_config, model_config=model_config, **kwargs
             )
         model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
+        if own_kernels:
+            rotary.install(model)
         recorded = self._layout
         if self._layout is not None and (changed := moved(self._places, places(weights(model)), engine="vLLM")):
             self._layout, self._refusal = None, changed

@@ -74,7 +74,7 @@ KERNELS = [
     DRAWS,
     QUERY_KEY,
     benchmark("attention", "shared_attention.py", 70),
-    benchmark("few_rows", "few_rows.py --search", 120),
+    benchmark("decode_layer", "decode_layer.py --search", 150),
     tests(
         "options",
         "tests/gpu/test_training_options_cuda.py tests/gpu/test_families_cuda.py",

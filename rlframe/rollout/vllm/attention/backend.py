@@ -21,11 +21,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rlframe.rollout.vllm.attention.kernels import attend
+from rlframe.rollout.vllm.attention.kernels import attend, keep
 from rlframe.rollout.vllm.attention.plan import Plan
 
 PLAN = "rlframe_plan"
 """Attribute of a step's metadata that holds its `Plan`, if the step decodes one token of each sequence."""
+MOST_KEPT = 512
+"""Rows from which on vLLM's kernel writes keys and values."""
 SIZES = (64, 128, 256)
 """Dimensions of heads that the kernels take."""
 
@@ -111,6 +113,21 @@ class SharedPromptImpl(FlashAttentionImpl):
             and not self.logits_soft_cap
             and self.attn_type == AttentionType.DECODER
         )
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """See FlashAttentionImpl. Few rows are written by a kernel that begins before the one ahead has ended."""
+        plain = self._is_plain and key.dtype == kv_cache.dtype and kv_cache.shape[-1] == 2 * self.head_size
+        if not plain or len(slot_mapping) > MOST_KEPT:
+            return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        keep(key, value, keys, values, slot_mapping)
 
     def forward(
         self,

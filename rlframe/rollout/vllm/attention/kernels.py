@@ -95,6 +95,36 @@ def _add_tokens(
 
 
 @triton.jit
+def _keep(
+    key,
+    value,
+    k,
+    v,
+    slots,
+    key_row,
+    value_row,
+    head_size,
+    kv_page,
+    kv_token,
+    kv_head,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Writes the key and the value of one row and head. `DEPENDENT` as of `_attend`."""
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, col = tl.load(slots + row), tl.arange(0, SIZE)
+    # Rows that are not used have no slot.
+    if slot >= 0:
+        at = slot // PAGE * kv_page + slot % PAGE * kv_token + head * kv_head + col
+        tl.store(k + at, tl.load(key + row * key_row + head * head_size + col))
+        tl.store(v + at, tl.load(value + row * value_row + head * head_size + col))
+
+
+@triton.jit
 def _attend(
     q, k, v, tables, order, items, count, partial, logsumexps, scale,
     q_row, q_head, kv_page, kv_token, kv_head, width, heads, programs,
@@ -209,6 +239,41 @@ def joining_for(rows: int, heads: int, group: int, size: int) -> Joining:
     return Joining(1, size, 1 if group * size <= 512 else 4)
 
 
+def _can_depend(x: Tensor) -> bool:
+    """Returns whether kernels on the tensor's device can begin before the one ahead has ended."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def keep(key: Tensor, value: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Writes keys and values to the cache.
+
+    Args:
+        key, value: [B, heads, D], with equal strides but for rows.
+        k, v: [pages, tokens, heads, D], with equal strides.
+        slots: [S] int64 places, S at most B, counted in tokens. -1 for rows that are not used.
+    """
+    dependent = _can_depend(key)
+    assert key.stride()[1:] == value.stride()[1:] and k.stride() == v.stride(), "keys beside values"
+    _keep[(len(slots), key.shape[1])](
+        key,
+        value,
+        k,
+        v,
+        slots,
+        key.stride(0),
+        value.stride(0),
+        key.stride(1),
+        k.stride(0),
+        k.stride(1),
+        k.stride(2),
+        PAGE=k.shape[1],
+        SIZE=key.shape[2],
+        DEPENDENT=dependent,
+        num_warps=1,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+
+
 def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale: float, out: Tensor) -> None:
     """Computes the attention of one query of each sequence to all its tokens.
 
@@ -224,7 +289,7 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
     tokens, warps = tokens_and_warps(tuning, size)
     joining = joining_for(num_rows, plan.heads, group, size)
     assert k.stride() == v.stride() and k.stride(-1) == q.stride(-1) == out.stride(-1) == 1, "keys beside values"
-    dependent = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    dependent = _can_depend(q)
     launch = {"launch_pdl": True} if dependent else {}
     _attend[(plan.programs,)](
         q,

@@ -25,8 +25,6 @@ MOST_COLUMNS = 32768
 """Columns from which on a product lasts so long that its beginning does not count."""
 SMALLEST = 256
 """Inner dimension that the kernel needs, of which it takes multiples."""
-DEEP = 4096
-"""Inner dimension from which on it has twice the parts."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -44,22 +42,18 @@ class Tiles(NamedTuple):
     stages: int
 
 
-NARROW, DEEP_NARROW, WIDE = Tiles(16, 64, 4, 4, 4), Tiles(16, 64, 8, 8, 4), Tiles(32, 128, 1, 4, 4)
-"""Within 6 % of the best of 69 to 161 ways for each of a 1.7 B's four products on an H200 (2026-11-29, by hand, trial
-kernels of this form): 4.3, 6.5, 9.2 and 14.6 microseconds where cuBLAS took 6.1, 7.0, 11.0 and 15.4, and reading the
-weights takes 1.9, 3.7, 5.6 and 11.2."""
+ALONE, NARROW, WIDE = Tiles(16, 64, 4, 4, 9), Tiles(16, 64, 4, 4, 4), Tiles(32, 64, 2, 4, 4)
+"""By the time of a 1.7 B's whole layer, for which 12 to 22 ways were tried of each product on an H200 (2026-11-29):
+57 microseconds with 8 rows, where the tiles that were best for each product alone took 67. A kernel that begins early
+finds its multiprocessors unevenly taken by the one ahead. So a product of no more programs than there are
+multiprocessors takes more than half of the memory of each: there every program has one for itself."""
 
 
-def tiles_for(columns: int, depth: int, *, processors: int) -> Tiles:
-    """Returns the tiles for a product of so many columns: narrow ones where there would be less than a program for
-    each multiprocessor.
-
-    Args:
-        depth: inner dimension, a multiple of SMALLEST.
-    """
-    if columns >= processors * WIDE.columns:
-        return WIDE
-    return DEEP_NARROW if depth >= DEEP and not depth % (DEEP_NARROW.parts * DEEP_NARROW.depth) else NARROW
+def tiles_for(columns: int, *, processors: int) -> Tiles:
+    """Returns the tiles for a product of so many columns."""
+    if columns <= processors * ALONE.columns:
+        return ALONE
+    return WIDE if columns >= processors * WIDE.columns else NARROW
 
 
 @triton.jit
@@ -165,7 +159,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if flat.ndim != 2 or flat.shape[0] > ROWS or flat.stride(-1) != 1 or not weight.is_contiguous():
         return linear(x, weight, bias)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    result = multiply(flat, weight, bias, tiles_for(*weight.shape, processors=processors), dependent=True)
+    result = multiply(flat, weight, bias, tiles_for(len(weight), processors=processors), dependent=True)
     return result.view(*x.shape[:-1], len(weight))
 
 

@@ -65,7 +65,7 @@ def test_shared_attention(size: int, group: int, queries: int) -> None:
 def test_few_rows(columns: int, depth: int) -> None:
     from rlframe.rollout.vllm.decode.few_rows import ROWS, SMALLEST, tiles_for
 
-    tiles = tiles_for(columns, depth, processors=132)
+    tiles = tiles_for(columns, processors=132)
     constants = {"ROWS": ROWS, "DEPTH": depth, "COLUMNS": tiles.columns, "AT_ONCE": tiles.depth, "PARTS": tiles.parts}
     constants |= {"STAGES": tiles.stages, "BIAS": True, "DEPENDENT": True, "AHEAD": SMALLEST}
     types = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
@@ -75,6 +75,16 @@ def test_few_rows(columns: int, depth: int) -> None:
     # The weights are asked for before the wait. The next kernel may begin after it.
     assert order == sorted(order)
     assert found.metadata.shared <= 227 << 10
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary(normed: bool) -> None:
+    norms = dict.fromkeys(("query_norm", "key_norm"))
+    constants: dict[str, Any] = {"HEADS": 4, "SIZE": 128, "HALF": 64, "NORMED": normed, "DEPENDENT": True}
+    types = dict.fromkeys(("qkv", "angles", "query", "key"), "*bf16") | {"positions": "*i64", "epsilon": "fp32"}
+    types |= dict.fromkeys(norms, "*bf16") if normed else {}
+    found = compiled("decode.rotary", "_rotate", types, constants | ({} if normed else norms), num_warps=1)
+    assert found.asm["cubin"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rlframe.rollout.vllm.decode.few_rows import DEEP_NARROW, NARROW, ROWS, SMALLEST, WIDE, Tiles, multiply, tiles_for
+from rlframe.rollout.vllm.decode.few_rows import ALONE, NARROW, ROWS, SMALLEST, WIDE, Tiles, multiply, tiles_for
 
 
-@pytest.mark.parametrize("tiles", [NARROW, DEEP_NARROW, WIDE])
+@pytest.mark.parametrize("tiles", [ALONE, NARROW, WIDE])
 @pytest.mark.parametrize(("rows", "with_bias"), [(1, False), (5, True), (ROWS, False)])
 def test_a_product_of_few_rows_is_torchs(tiles: Tiles, rows: int, with_bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -21,14 +21,18 @@ def test_a_product_of_few_rows_is_torchs(tiles: Tiles, rows: int, with_bias: boo
 
 
 @pytest.mark.parametrize(
-    ("columns", "depth", "tiles"),
-    # The products of a 1.7 B's layer, one of few columns, and one whose inner dimension eight parts do not divide.
+    ("columns", "tiles"),
     [
-        *((4096, 2048, NARROW), (2048, 2048, NARROW), (12288, 2048, WIDE), (2048, 6144, DEEP_NARROW)),
-        *((100, 256, NARROW), (2048, 4352, NARROW), (4224, 4096, WIDE)),
+        (100, ALONE),
+        (2048, ALONE),
+        (132 * 16, ALONE),
+        (132 * 16 + 1, NARROW),
+        (4096, NARROW),
+        (4224, WIDE),
+        (12288, WIDE),
     ],
 )
-def test_products_of_few_columns_have_narrow_tiles_and_deep_ones_more_parts(
-    columns: int, depth: int, tiles: Tiles
+def test_products_of_few_columns_have_narrow_tiles_and_multiprocessors_for_themselves(
+    columns: int, tiles: Tiles
 ) -> None:
-    assert tiles_for(columns, depth, processors=132) is tiles
+    assert tiles_for(columns, processors=132) is tiles

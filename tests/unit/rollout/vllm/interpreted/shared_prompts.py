@@ -94,6 +94,21 @@ def test_every_row_attends_to_its_tokens(
     torch.testing.assert_close(out, expected(q, k, v, tables, lengths, SIZE**-0.5), atol=1e-5, rtol=1e-5)
 
 
+def test_keys_and_values_are_written_to_their_slots() -> None:
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(5, PAGE, HEADS, 2 * SIZE, generator=generator)
+    k, v = cache.split(SIZE, dim=-1)
+    slots = torch.tensor([7, -1, 0, 19, -1])
+    # Parts of a larger tensor, with a row more than there are slots.
+    key, value = torch.randn(6, 3, HEADS, SIZE, generator=generator).unbind(1)[:2]
+    wanted = cache.clone()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            wanted[slot // PAGE, slot % PAGE] = torch.cat((key[row], value[row]), -1)
+    kernels.keep(key, value, k, v, slots)
+    assert torch.equal(cache, wanted)
+
+
 def test_shared_tokens_are_read_once() -> None:
     tables, lengths = tables_of(SHARED[0][0]), torch.tensor(SHARED[0][1], dtype=torch.int32)
     plan = plan_of(8)

@@ -1,0 +1,261 @@
+"""A layer of a dense model in a decode step of few sequences, beside cuBLAS's products and the device's memory. One GPU,
+of compute capability 9.0 or newer.
+
+    python examples/benchmarks/decode_layer.py --output result.json
+    python examples/benchmarks/decode_layer.py qwen3_1p7b --search
+
+All kernels of a layer run one after the other, as in an engine's CUDA graph: the four products, attention with its
+rotation and cache, and between them what Inductor makes of the norms and the gate. Kernels begin while those ahead of
+them run, so that a product's time depends on its neighbours. Of each model and batch: microseconds of a layer with
+rlframe's products and with cuBLAS's, the least that reading weights, keys and values takes by the read speed of the
+same run, and how far the results are apart. `--search` tries other tiles, product after product.
+"""
+
+import argparse
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+# Before Inductor is imported: its kernels begin early, as in an engine.
+os.environ.setdefault("TORCHINDUCTOR_ENABLE_PDL", "1")
+
+import torch
+from models_by_size import MODELS
+from shared_attention import DEVICE, PAGE, Case, batch, read_speed, seconds
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+from triton.runtime.errors import OutOfResources
+from weight_sync import machine
+
+from rlframe.rollout.vllm.attention.kernels import attend, keep
+from rlframe.rollout.vllm.attention.plan import Plan
+from rlframe.rollout.vllm.decode.few_rows import SMALLEST, Tiles, multiply, tiles_for
+from rlframe.rollout.vllm.decode.rotary import rotate
+
+LAYERS, EPSILON = 7, 1e-6
+"""Layers of a CUDA graph, each of more bytes than the GPU's cache holds."""
+NAMES = ("qwen3_1p7b", "qwen3_4b", "qwen3_8b")
+BATCHES = {
+    "single": Case(groups=1, group=1, prompt=4096, mean=800),
+    "one": Case(groups=1, prompt=4096, mean=500),
+    "apart": Case(groups=8, group=1, prompt=4096, mean=800),
+}
+"""One sequence, eight of one prompt, and eight that share nothing."""
+SEARCHED = ("single", "one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Weights of all layers."""
+
+    heads: tuple[int, int]
+    """Of queries, and of keys and values."""
+    size: int
+    products: dict[str, list[Tensor]]
+    norms: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    """Of each layer: before attention, of queries, of keys, before the multilayer perceptron."""
+    angles: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A batch and its cache."""
+
+    x: Tensor
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    plan: Plan
+    caches: list[Tensor]
+    tokens: int
+    """Tokens whose keys and values are read."""
+
+
+Product = Callable[[Tensor, Tensor, str], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", choices=[*NAMES, []], nargs="*")
+    parser.add_argument("--search", action="store_true", help="other tiles too")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine(), "read_bytes_per_s": read_speed(), "models": {}}
+    for name in arguments.models or NAMES:
+        model = model_of(MODELS[name])
+        found = result["models"][name] = measured(model, result["read_bytes_per_s"])
+        if arguments.search:
+            found["searched"] = searched(model)
+        print(name, json.dumps(found), flush=True)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def model_of(config: dict[str, Any]) -> Model:
+    """Returns random weights of a model's dimensions."""
+    hidden, size, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes = {
+        "qkv": ((heads[0] + 2 * heads[1]) * size, hidden),
+        "output": (hidden, heads[0] * size),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+
+    def weights(*shape: int) -> Tensor:
+        return (torch.randn(*shape, device=DEVICE) * shape[-1] ** -0.5).bfloat16()
+
+    def norm(width: int) -> Tensor:
+        return (1 + 0.1 * torch.randn(width, device=DEVICE)).bfloat16()
+
+    return Model(
+        heads=heads,
+        size=size,
+        products={name: [weights(*shape) for _ in range(LAYERS)] for name, shape in shapes.items()},
+        norms=[(norm(hidden), norm(size), norm(size), norm(hidden)) for _ in range(LAYERS)],
+        angles=torch.randn(8192, size, device=DEVICE).bfloat16(),
+    )
+
+
+def step_of(case: Case, model: Model) -> Step:
+    """Returns a batch for a model."""
+    query_heads, heads = model.heads
+    tables, lengths, pages = batch(replace(case, heads=model.heads))
+    last = lengths.long() - 1
+    plan = Plan.of(
+        max_rows=64,
+        page=PAGE,
+        heads=heads,
+        query_heads=query_heads,
+        width=model.size,
+        processors=processors(),
+        device=DEVICE,
+    )
+    plan.fill(tables, lengths)
+    return Step(
+        x=torch.randn(len(lengths), model.products["qkv"][0].shape[1], device=DEVICE).bfloat16(),
+        positions=last,
+        slots=tables.long().gather(1, (last // PAGE)[:, None])[:, 0] * PAGE + last % PAGE,
+        tables=tables,
+        plan=plan,
+        caches=[torch.randn(pages, PAGE, heads, 2 * model.size, device=DEVICE).bfloat16() for _ in range(LAYERS)],
+        tokens=int(lengths.sum()) - (case.group - 1) * case.groups * ((case.prompt - 1) // PAGE * PAGE),
+    )
+
+
+def processors() -> int:
+    """Returns the number of the GPU's multiprocessors."""
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count
+
+
+@torch.compile(dynamic=False)
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the norm of a sum, and the sum."""
+    total = x + residual
+    return rms_norm(total, weight.shape, weight, EPSILON), total
+
+
+@torch.compile(dynamic=False)
+def gated(x: Tensor) -> Tensor:
+    """Returns the second half times SiLU of the first."""
+    first, second = x.chunk(2, -1)
+    return silu(first) * second
+
+
+def layers(model: Model, step: Step, product: Product) -> Tensor:
+    """Returns what the layers make of a batch."""
+    x, residual = step.x, torch.zeros_like(step.x)
+    query_heads, heads = model.heads
+    for index, (first, query_norm, key_norm, second) in enumerate(model.norms):
+        weights = {name: each[index] for name, each in model.products.items()}
+        x, residual = add_norm(x, residual, first)
+        qkv = product(x, weights["qkv"], "qkv")
+        turned = rotate(qkv, step.positions, model.angles, query_norm, key_norm, query_heads, heads, EPSILON)
+        query, key, value = (each.unflatten(1, (-1, model.size)) for each in (*turned, qkv[:, -heads * model.size :]))
+        keys, values = step.caches[index].split(model.size, dim=-1)
+        keep(key, value, keys, values, step.slots)
+        attended = torch.empty_like(query)
+        attend(step.plan, query, keys, values, step.tables, scale=model.size**-0.5, out=attended)
+        x, residual = add_norm(product(attended.flatten(1), weights["output"], "output"), residual, second)
+        x = product(gated(product(x, weights["gate_up"], "gate_up")), weights["down"], "down")
+    return x + residual
+
+
+def by_cublas(x: Tensor, weight: Tensor, name: str) -> Tensor:
+    """Returns a product of cuBLAS."""
+    return x @ weight.T
+
+
+def by_tiles(tiles: dict[str, Tiles]) -> Product:
+    """Returns products of rlframe's kernel."""
+    return lambda x, weight, name: multiply(x, weight, None, tiles[name], dependent=True)
+
+
+def tiles_of(model: Model) -> dict[str, Tiles]:
+    """Returns the tiles that an engine would use."""
+    return {name: tiles_for(len(each[0]), processors=processors()) for name, each in model.products.items()}
+
+
+def measured(model: Model, speed: float) -> dict[str, Any]:
+    """Returns the figures of a model."""
+    tiles, found = tiles_of(model), {}
+    weight_bytes = sum(each[0].nbytes for each in model.products.values())
+    for name, case in BATCHES.items():
+        step = step_of(case, model)
+        ours, theirs = (layers(model, step, product).float() for product in (by_tiles(tiles), by_cublas))
+        read = weight_bytes + step.tokens * model.heads[1] * 2 * model.size * 2
+        found[name] = {
+            "us": microseconds(model, step, by_tiles(tiles)),
+            "cublas_us": microseconds(model, step, by_cublas),
+            "floor_us": read / speed * 1e6,
+            "apart": ((ours - theirs).norm() / theirs.norm()).item(),
+        }
+    return {"tiles": {name: tuple(each) for name, each in tiles.items()}, "batches": found}
+
+
+def microseconds(model: Model, step: Step, product: Product) -> float:
+    """Returns those of a layer, the best of three."""
+    return min(seconds(lambda: layers(model, step, product)) for _ in range(3)) / LAYERS * 1e6
+
+
+def searched(model: Model) -> dict[str, Any]:
+    """Returns the best tiles of each product beside the best of the others, by the mean of SEARCHED's batches."""
+    steps = [step_of(BATCHES[name], model) for name in SEARCHED]
+
+    def mean_us(tiles: dict[str, Tiles]) -> float:
+        return sum(microseconds(model, step, by_tiles(tiles)) for step in steps) / len(steps)
+
+    tiles, found = tiles_of(model), {}
+    least = mean_us(tiles)
+    for name in ("gate_up", "down", "qkv", "output"):
+        tried = {}
+        for other in tried_tiles(*model.products[name][0].shape):
+            try:
+                tried[other] = mean_us(tiles | {name: other})
+            except OutOfResources:
+                continue
+        best = min(tried, key=tried.__getitem__)
+        if tried[best] < least:
+            least, tiles[name] = tried[best], best
+        fastest = sorted(tried.items(), key=lambda item: item[1])[:6]
+        found[name] = {str(tuple(each)): us for each, us in fastest}
+        print(name, least, json.dumps(found[name]), flush=True)
+    return found
+
+
+def tried_tiles(columns: int, depth: int) -> Iterator[Tiles]:
+    """Yields ways to divide a product that keep enough weights on their way."""
+    for width, at_once, parts, stages in itertools.product((16, 32, 64), (64, 128), (1, 2, 4, 8), (4, 6, 9)):
+        tiles = Tiles(width, at_once, parts, max(parts, 4), stages)
+        held = (16 + width) * at_once * parts * 2 * (stages - 1)
+        if at_once * parts >= SMALLEST // 2 and not depth % (at_once * parts) and 32 << 10 < held <= 225 << 10:
+            if columns // width <= 6 * processors():
+                yield tiles
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,5 @@
-"""A layer of a dense model in a decode step of few sequences, beside cuBLAS's products and the device's memory. One GPU,
-of compute capability 9.0 or newer.
+"""A layer of a dense model in a decode step of few sequences, beside cuBLAS and the device's memory. One GPU, of
+compute capability 9.0 or newer.
 
     python examples/benchmarks/decode_layer.py --output result.json
     python examples/benchmarks/decode_layer.py qwen3_1p7b --search

@@ -33,7 +33,7 @@ from weight_sync import machine
 
 from rlframe.rollout.vllm.attention.kernels import attend, keep
 from rlframe.rollout.vllm.attention.plan import Plan
-from rlframe.rollout.vllm.decode.few_rows import SMALLEST, Tiles, multiply, tiles_for
+from rlframe.rollout.vllm.decode.few_rows import Tiles, multiply, tiles_for
 from rlframe.rollout.vllm.decode.rotary import rotate
 
 LAYERS, EPSILON = 7, 1e-6
@@ -46,6 +46,10 @@ BATCHES = {
 }
 """One sequence, eight of one prompt, and eight that share nothing."""
 SEARCHED = ("single", "one")
+DEPTHS = ((64, 2), (64, 4), (64, 8), (128, 1), (128, 2))
+"""Numbers of a part of the inner dimension, and parts."""
+MEMORY = 224 << 10
+"""Bytes of a multiprocessor for programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,13 +252,13 @@ def searched(model: Model) -> dict[str, Any]:
 
 
 def tried_tiles(columns: int, depth: int) -> Iterator[Tiles]:
-    """Yields ways to divide a product that keep enough weights on their way."""
-    for width, at_once, parts, stages in itertools.product((16, 32, 64), (64, 128), (1, 2, 4, 8), (4, 6, 9)):
-        tiles = Tiles(width, at_once, parts, max(parts, 4), stages)
-        held = (16 + width) * at_once * parts * 2 * (stages - 1)
-        if at_once * parts >= SMALLEST // 2 and not depth % (at_once * parts) and 32 << 10 < held <= 225 << 10:
-            if columns // width <= 6 * processors():
-                yield tiles
+    """Yields ways to divide a product, each with as many stages as fit when a multiprocessor has no more programs than
+    it must have, or one more."""
+    for width, (at_once, parts), more in itertools.product((16, 32, 64), DEPTHS, (0, 1)):
+        each = -(-columns // width // processors()) + more
+        stages = MEMORY // each // ((16 + width) * at_once * parts * 2) + 1
+        if stages >= 3 and not depth % (at_once * parts):
+            yield Tiles(width, at_once, parts, max(parts, 4), min(stages, depth // (at_once * parts) + 1, 12))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def _ask(pointers):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _multiply(
     x,
     weight,

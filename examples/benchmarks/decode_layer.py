@@ -46,8 +46,8 @@ BATCHES = {
 }
 """One sequence, eight of one prompt, and eight that share nothing."""
 SEARCHED = ("single", "one")
-DEPTHS = ((64, 2), (64, 4), (64, 8), (128, 1), (128, 2))
-"""Numbers of a part of the inner dimension, and parts."""
+WIDTHS, DEPTHS = (16, 32, 64, 128), ((64, 2), (64, 4), (64, 8), (128, 1), (128, 2))
+"""Columns of a program; numbers of a part of the inner dimension, and parts."""
 MEMORY = 224 << 10
 """Bytes of a multiprocessor for programs."""
 
@@ -237,7 +237,7 @@ def searched(model: Model) -> dict[str, Any]:
     least = mean_us(tiles)
     for name in ("gate_up", "down", "qkv", "output"):
         tried = {}
-        for other in tried_tiles(*model.products[name][0].shape):
+        for other in dict.fromkeys(tried_tiles(*model.products[name][0].shape)):
             try:
                 tried[other] = mean_us(tiles | {name: other})
             except OutOfResources:
@@ -254,10 +254,12 @@ def searched(model: Model) -> dict[str, Any]:
 def tried_tiles(columns: int, depth: int) -> Iterator[Tiles]:
     """Yields ways to divide a product, each with as many stages as fit when a multiprocessor has no more programs than
     it must have, or one more."""
-    for width, (at_once, parts), more in itertools.product((16, 32, 64), DEPTHS, (0, 1)):
-        each = -(-columns // width // processors()) + more
+    for width, (at_once, parts), more in itertools.product(WIDTHS, DEPTHS, (0, 1)):
+        programs = -(-columns // width)
+        each = -(-programs // processors()) + more
         stages = MEMORY // each // ((16 + width) * at_once * parts * 2) + 1
-        if stages >= 3 and not depth % (at_once * parts):
+        fits = stages >= 3 and not depth % (at_once * parts)
+        if fits and processors() <= 2 * programs <= 12 * processors():
             yield Tiles(width, at_once, parts, max(parts, 4), min(stages, depth // (at_once * parts) + 1, 12))
 
 

@@ -42,6 +42,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
+NARROWS = 3
+"""Most narrow programs for each multiprocessor."""
 ALONE, NARROW, WIDE = Tiles(16, 64, 4, 4, 9), Tiles(16, 64, 4, 4, 4), Tiles(32, 64, 2, 4, 4)
 """By the time of a 1.7 B's whole layer, for which 12 to 22 ways were tried of each product on an H200 (2026-11-29):
 57 microseconds with 8 rows, where the tiles that were best for each product alone took 67. A kernel that begins early
@@ -53,7 +55,7 @@ def tiles_for(columns: int, *, processors: int) -> Tiles:
     """Returns the tiles for a product of so many columns."""
     if columns <= processors * ALONE.columns:
         return ALONE
-    return WIDE if columns >= processors * WIDE.columns else NARROW
+    return NARROW if columns <= NARROWS * processors * NARROW.columns else WIDE
 
 
 @triton.jit

@@ -22,15 +22,7 @@ def test_a_product_of_few_rows_is_torchs(tiles: Tiles, rows: int, with_bias: boo
 
 @pytest.mark.parametrize(
     ("columns", "tiles"),
-    [
-        (100, ALONE),
-        (2048, ALONE),
-        (132 * 16, ALONE),
-        (132 * 16 + 1, NARROW),
-        (4096, NARROW),
-        (4224, WIDE),
-        (12288, WIDE),
-    ],
+    [(100, ALONE), (132 * 16, ALONE), (132 * 16 + 1, NARROW), (132 * 48, NARROW), (132 * 48 + 1, WIDE), (12288, WIDE)],
 )
 def test_products_of_few_columns_have_narrow_tiles_and_multiprocessors_for_themselves(
     columns: int, tiles: Tiles

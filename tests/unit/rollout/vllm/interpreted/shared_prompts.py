@@ -2,6 +2,7 @@
 tests/multiprocess/test_interpreted.py."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,6 +108,18 @@ def test_keys_and_values_are_written_to_their_slots() -> None:
             wanted[slot // PAGE, slot % PAGE] = torch.cat((key[row], value[row]), -1)
     kernels.keep(key, value, k, v, slots)
     assert torch.equal(cache, wanted)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "items"),
+    # Of 70 tokens while there are fewer than the 8 programs, of 100 where there are more, and of 128, a multiple of
+    # CHUNK_STEP, so that no program has more than four for its two heads. Items are whole pages of four tokens.
+    [(280, 4), (400, 4), (800, 8), (2000, 16)],
+)
+def test_items_are_longer_where_no_program_is_idle(tokens: int, items: int) -> None:
+    plan = replace(plan_of(1), tuning=Tuning(8, 16, 1, 1, 70, 100))
+    plan.fill(torch.arange(tokens // PAGE, dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32))
+    assert plan.count.item() == items
 
 
 def test_shared_tokens_are_read_once() -> None:

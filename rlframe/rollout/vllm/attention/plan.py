@@ -77,6 +77,24 @@ def _find_groups(tables, lengths, depths, groups, num_rows, width, halvings, PAG
 
 
 @triton.jit
+def _chunk_of(
+    tokens, shared, heads, programs, budget,
+    LEAST: tl.constexpr, FULL: tl.constexpr, STEP: tl.constexpr, PER_PROGRAM: tl.constexpr,
+):  # fmt: skip
+    """Returns the most tokens of an item whose range is divided.
+
+    Args:
+        tokens: that are read.
+        shared: of all sequences, each counted for itself.
+        budget: most results of shared tokens.
+    """
+    chunk = tl.maximum(tl.cdiv(tokens * heads, programs * PER_PROGRAM), tl.cdiv(shared, budget))
+    # Longer ranges have less to begin and to join, where no program would be idle.
+    least = tl.minimum(tl.maximum(tl.cdiv(tokens * heads, programs), LEAST), FULL)
+    return tl.maximum(tl.cdiv(chunk, STEP) * STEP, least)
+
+
+@triton.jit
 def _parts_of(tokens, chunk, PAGE: tl.constexpr):
     """Returns the numbers of like parts of ranges, and the tokens of one: whole pages, of a full chunk at most."""
     number = tl.maximum(tl.cdiv(tokens, chunk), 1)
@@ -128,10 +146,7 @@ def _make_items(
     shared = tl.load(groups + each * 4 + 3, mask=used, other=0)
     own = length - shared
     tokens = tl.sum(own) + tl.sum(tl.where(rank == 0, shared, 0))
-    chunk = tl.maximum(tl.cdiv(tokens * heads, programs * PER_PROGRAM), tl.cdiv(tl.sum(shared), budget))
-    # Longer ranges have less to begin and to join, where no program would be idle.
-    least = tl.minimum(tl.maximum(tl.cdiv(tokens * heads, programs), LEAST), FULL)
-    chunk = tl.maximum(tl.cdiv(chunk, STEP) * STEP, least)
+    chunk = _chunk_of(tokens, tl.sum(shared), heads, programs, budget, LEAST, FULL, STEP, PER_PROGRAM)
     rows = tl.where(used & (rank % ROWS == 0), tl.minimum(size - rank, ROWS), 0)
     num_shared, shared_chunk = _parts_of(tl.where(rows > 0, shared, 0), chunk, PAGE)
     num_own, own_chunk = _parts_of(own, chunk, PAGE)

@@ -1,10 +1,12 @@
-"""The calls of split attention, written as they are defined."""
+"""The calls of split attention, and attention without sharing, written as they are defined."""
 
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from rlframe.megatron.packed.shared_prompts import SharedPrompts
 from rlframe.megatron.packed.split_bounds import Call
 
 
@@ -80,3 +82,15 @@ def repeated(values: Tensor, query: Tensor) -> Tensor:
 def gathered(values: Tensor, like: Tensor) -> Tensor:
     """Gradients of keys or values from those for each head of the queries."""
     return values.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+def apart(query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts) -> Tensor:
+    """Attention of each sequence computed by itself."""
+    bounds, key_bounds = shared.bounds.cu_seqlens_q, shared.bounds.cu_seqlens_kv
+    outputs = []
+    for own, seen in zip(bounds.diff().tolist(), shared.keys.split(key_bounds.diff().tolist()), strict=True):
+        first = sum(len(each) for each in outputs)
+        visible = torch.ones(own, len(seen), device=query.device).tril(len(seen) - own).bool()
+        parts = (each.transpose(0, 1)[None] for each in (query[first : first + own], key[seen], value[seen]))
+        outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=visible, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(outputs)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from rlframe.megatron.packed.inputs import PackedInputs
 from rlframe.megatron.packed.shared_prompts import packing_on
 from rlframe.megatron.packed.split_attention import SplitAttention, added
 from rlframe.types.batch import Sequences
-from tests.unit.megatron.packed.plain_kernels import PlainKernels
+from tests.unit.megatron.packed.plain_kernels import PlainKernels, apart
 
 LENGTHS, SHARED = [9, 7, 10, 3, 12, 11], [0, 6, 6, 0, 0, 10]
 """Three sequences with a prompt of 6 tokens, one by itself, and two with a prompt of 10."""
@@ -63,18 +62,6 @@ def tensors(rows: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
         for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
     )
     return [each.requires_grad_() for each in (query, key, value)], grad
-
-
-def apart(query: Tensor, key: Tensor, value: Tensor, shared: Any) -> Tensor:
-    """Attention of each sequence computed by itself."""
-    bounds, key_bounds = shared.bounds.cu_seqlens_q, shared.bounds.cu_seqlens_kv
-    outputs = []
-    for own, seen in zip(bounds.diff().tolist(), shared.keys.split(key_bounds.diff().tolist()), strict=True):
-        first = sum(len(each) for each in outputs)
-        visible = torch.ones(own, len(seen)).tril(len(seen) - own).bool()
-        parts = (each.transpose(0, 1)[None] for each in (query[first : first + own], key[seen], value[seen]))
-        outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=visible, enable_gqa=True)[0].transpose(0, 1))
-    return torch.cat(outputs)
 
 
 @pytest.mark.usefixtures("always")

@@ -9,7 +9,7 @@ import torch
 from megatron.core.utils import get_te_version
 from torch import Tensor
 
-from rlframe.megatron.packed.split_bounds import Call
+from rlframe.megatron.packed.split_bounds import WIDEST_HEAD, Call
 
 RELEASE = "2.20."
 """Releases of Transformer Engine whose functions have these parameters. Others were not read."""
@@ -18,8 +18,6 @@ CUDNN = (9, 6, 0)
 CAPABILITIES = ((9, 0), (12, 0))
 """GPUs from the first and before the second. Older ones were not measured, and on 12.0 the logarithms have another
 shape (the same release, context_parallel.py)."""
-WIDEST_HEAD = 128
-"""Width of heads up to which cuDNN has the backward pass on all of these GPUs."""
 LAYOUT = {"qkv_layout": "thd_thd_thd", "o_format": "thd"}
 EVERY_KEY = (None, (-1, -1), (-1, 0))
 """Transformer Engine's words for no sliding window."""

@@ -15,6 +15,9 @@ from rlframe.megatron.packed.bounds import bounds_of
 from rlframe.megatron.transfer import upload
 from rlframe.ops.prefixes import KEYS_PER_ROW
 
+WIDEST_HEAD = 128
+"""Width of heads up to which attention is split: up to there cuDNN has a backward pass on every GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -9,15 +9,14 @@ from rlframe.types.batch import Sequences
 
 FEWEST_TOKENS = 8
 """Common tokens below which two sequences are computed apart: a shorter prefix saves less than it costs."""
-
 KEYS_PER_ROW = 2
 """Keys for each computed token, those of a prompt counted for each sequence that reads them, from which attention to
 prompts is worth a call of its own. One H200, 16 heads, 8 of keys, width 128, bfloat16, 2026-11-29: with 5.7 keys
 (prompts of 4,096 tokens, 8 responses of 377) the call for all takes 3.57 ms and the two 2.47; with 1.3 (prompts of 170,
 responses of 512) the two take longer."""
 LEVELLED = 1 / 32
-"""Part of a run's tokens that may be computed again, so that its sequences share the same number. The two calls spare 8 %
-of a layer of such prompts (1.1 of 13 ms, 1.7 B dimensions, as above)."""
+"""Part of a run's tokens that may be computed again, so that its sequences share the same number. The two calls spare
+8 % of a layer of such prompts (1.1 of 13 ms, 1.7 B dimensions, as above)."""
 
 
 @dataclass(frozen=True, slots=True)

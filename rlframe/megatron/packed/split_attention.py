@@ -20,7 +20,7 @@ from rlframe.megatron.packed.split_bounds import Call, Split
 
 
 class Kernels(Protocol):
-    """What computes a call. `fused_kernels` has those of GPUs."""
+    """The kernels that compute a call. `fused_kernels` has those of GPUs."""
 
     def takes(self, query: Tensor) -> bool:
         """Returns whether it computes queries of this kind."""

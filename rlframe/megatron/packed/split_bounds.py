@@ -1,4 +1,4 @@
-"""Which keys each of the two calls reads, where attention to a shared prompt is a call of its own.
+"""The keys that each of two calls reads, where attention to a shared prompt is a call of its own.
 
 The keys that a sequence sees are those of its own tokens, and those of the prompt that it shares. Gathered for each
 sequence, as one call would have them, they are a multiple of the rows; see `split_attention` for what two calls cost.

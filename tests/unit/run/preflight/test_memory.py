@@ -175,9 +175,9 @@ def test_keys_of_long_prompts_are_kept_once_where_attention_to_them_is_a_call_of
         """Bytes of keys and values a token beyond those of a pack that shares nothing."""
         rest = {"tokens": 1, "cuda": cuda, "chunks": [(0,)]}
         train = TrainConfig(**settings)
-        return of_stage(architecture, train, keys_per_token=keys, **rest).kept - of_stage(
-            architecture, train, **rest
-        ).kept
+        return (
+            of_stage(architecture, train, keys_per_token=keys, **rest).kept - of_stage(architecture, train, **rest).kept
+        )
 
     token = 2 * 8 * 128 * 2
     assert again(1.5) == token / 2

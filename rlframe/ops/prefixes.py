@@ -9,6 +9,14 @@ from rlframe.types.batch import Sequences
 
 FEWEST_TOKENS = 8
 """Common tokens below which two sequences are computed apart: a shorter prefix saves less than it costs."""
+KEYS_PER_ROW = 2
+"""Keys for each computed token, those of a prompt counted for each sequence that reads them, from which attention to
+prompts is worth a call of its own. One H200, 16 heads, 8 of keys, width 128, bfloat16, 2026-11-29: with 5.7 keys
+(prompts of 4,096 tokens, 8 responses of 377) the call for all takes 3.57 ms and the two 2.47; with 1.3 (prompts of 170,
+responses of 512) the two take longer."""
+LEVELLED = 1 / 32
+"""Part of a run's tokens that may be computed again, so that its sequences share the same number. The two calls spare
+8 % of a layer of such prompts (1.1 of 13 ms, 1.7 B dimensions, as above)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,8 @@ def share_prefixes(batch: Sequences, *, num_ranks: int, max_tokens: int) -> Shar
 
 
 def _share(batch: Sequences, max_tokens: int) -> Sharing:
-    tokens = [piece.numpy() for piece in batch.token_ids.split(batch.lengths.tolist())]
+    lengths = batch.lengths.tolist()
+    tokens = [piece.numpy() for piece in batch.token_ids.split(lengths)]
     routes = None if batch.routes is None else _rows(batch.routes, batch.lengths)
     shared, bundles = [0] * len(tokens), []
     units_are_sequences = batch.units().unique().numel() == len(tokens)
@@ -73,8 +82,29 @@ def _share(batch: Sequences, max_tokens: int) -> Sharing:
             shared[index] = offers[best]
             runs[best].append(index)
             sizes[best] += added[best]
+        for run in runs:
+            _level(run, lengths, shared, max_tokens)
         bundles += runs if units_are_sequences else [[index for run in runs for index in run]]
     return Sharing(bundles, shared)
+
+
+def _level(run: list[int], lengths: list[int], shared: list[int], max_tokens: int) -> None:
+    """Makes the sequences of a run share the same number of tokens, where that lets attention to them be a call of its
+    own and computes little again. Responses often begin with the same words, one more of them than another.
+
+    Args:
+        shared: changed in place.
+    """
+    counts = [shared[index] for index in run[1:]]
+    if len(set(counts)) < 2:
+        return
+    fewest = min(counts)
+    again = sum(counts) - fewest * len(counts)
+    rows = sum(lengths[index] - shared[index] for index in run) + again
+    keys = sum(lengths[index] for index in run)
+    if keys >= KEYS_PER_ROW * rows and again <= LEVELLED * rows and rows <= max_tokens:
+        for index in run[1:]:
+            shared[index] = fewest
 
 
 def _members(families: Tensor) -> list[list[int]]:

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rlframe.megatron.packed.bounds import bounds_of
 from rlframe.megatron.packed.context_parallel import gather_rows, rows_of_ranks, whole_on_ranks
-from rlframe.megatron.packed.shared_prompts import SharedPrompts, bounds_of, packing_on
+from rlframe.megatron.packed.shared_prompts import SharedPrompts, packing_on
 from rlframe.megatron.transfer import upload
 from rlframe.types.batch import Sequences
 

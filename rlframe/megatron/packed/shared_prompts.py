@@ -16,6 +16,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rlframe.megatron.packed import split_attention
+from rlframe.megatron.packed.bounds import bounds_of
+from rlframe.megatron.packed.fused_kernels import FusedKernels
+from rlframe.megatron.packed.split_bounds import Split
 from rlframe.megatron.transfer import upload
 
 
@@ -33,6 +37,8 @@ class SharedPrompts:
     """[K] int32 the places in `keys` of row 0, then those of row 1, and so on."""
     starts: Tensor
     """[T_padded + 1] int32 bounds of the rows in `readers`."""
+    split: Split | None
+    """Two calls which need no key twice, for attention that can make them. None where one call costs less."""
 
     @classmethod
     def of(cls, rows: Tensor, positions: Tensor, lengths: Tensor, bounds: Tensor) -> "SharedPrompts":
@@ -60,6 +66,7 @@ class SharedPrompts:
                 max_seqlen_q=int(bounds.diff().max()),
                 max_seqlen_kv=int(key_lengths.max()),
             ),
+            split=Split.of(bounds, lengths - bounds.diff()[: len(lengths)], len(keys)),
         )
 
     def on_one_row(self) -> PackedSeqParams:
@@ -71,11 +78,6 @@ class SharedPrompts:
         )
         packing.shared_prompts = self
         return packing
-
-
-def bounds_of(lengths: Tensor) -> Tensor:
-    """Returns [R + 1] int32 bounds of parts that follow one another."""
-    return torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0)).to(torch.int32)
 
 
 def packing_on(packing: PackedSeqParams, device: torch.device) -> PackedSeqParams:
@@ -93,6 +95,7 @@ def packing_on(packing: PackedSeqParams, device: torch.device) -> PackedSeqParam
             readers=upload(shared.readers, device),
             starts=upload(shared.starts, device),
             bounds=packing_on(shared.bounds, device),
+            split=None if shared.split is None else shared.split.on(device),
         )
     return moved
 
@@ -108,7 +111,9 @@ def prepare(model: GPTModel) -> None:
     """Makes the model compute packs with shared prompts too. Others are computed as before, bit for bit."""
     model.decoder.register_forward_pre_hook(_turn_by_position, with_kwargs=True)
     for layer in model.decoder.layers:
-        layer.self_attention.core_attention.register_forward_pre_hook(_take_keys, with_kwargs=True)
+        core = layer.self_attention.core_attention
+        core.register_forward_pre_hook(_take_keys, with_kwargs=True)
+        split_attention.install(core, FusedKernels.of(core))
 
 
 def _turn_by_position(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -121,9 +126,9 @@ def _turn_by_position(module: Any, arguments: tuple[Any, ...], options: dict[str
 
 
 def _take_keys(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Gives core attention the keys and values of each sequence."""
+    """Gives core attention the keys and values of each sequence, unless it reads those of a prompt by themselves."""
     shared = getattr(options["packed_seq_params"], "shared_prompts", None)
-    if shared is None:
+    if shared is None or split_attention.splits(module, arguments[0], shared.split, options):
         return None
     query, key, value, *rest = arguments
     key, value = (TakeRows.apply(each, shared) for each in (key, value))

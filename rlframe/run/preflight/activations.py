@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rlframe.megatron.config.options import Fp8Recipe, Recompute, RecomputeMethod
+from rlframe.megatron.config.options import Attention, Fp8Recipe, Recompute, RecomputeMethod
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import Dtype, TrainConfig
+from rlframe.megatron.packed.split_bounds import WIDEST_HEAD
 from rlframe.models.families.base import Architecture
+from rlframe.ops.prefixes import KEYS_PER_ROW
 from rlframe.run.preflight import constants
 from rlframe.run.preflight.weights import LayerKind, kind_of
 from rlframe.run.preflight.workload import layout_of
@@ -63,6 +65,8 @@ class Kernels:
     """Whether the inputs of matrix products are kept in 8 bits."""
     keys_per_token: float = 1.0
     """Keys that attention reads for each computed token: more than 1 where sequences share a prompt."""
+    splits: bool = False
+    """Whether attention to long prompts may be a call of its own, for which no key is kept twice."""
 
     @classmethod
     def of(cls, train: TrainConfig, *, cuda: bool) -> "Kernels":
@@ -72,6 +76,7 @@ class Kernels:
             cuda=cuda,
             fused_activation=cuda and train.kernels.activation_fusion,
             fp8=cuda and train.fp8.recipe is not Fp8Recipe.OFF,
+            splits=cuda and not train.deterministic and train.kernels.attention in (Attention.AUTO, Attention.FUSED),
         )
 
     @property
@@ -113,7 +118,8 @@ def _attention(architecture: Architecture, kernels: Kernels) -> Iterator[Saved]:
     queries, keys = heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
     if architecture.output_gate:
         yield Saved("gates, and the gated output", Place.ATTENTION, queries * (FLOAT32 + size))
-    if kernels.keys_per_token > 1:
+    split = kernels.splits and kernels.keys_per_token >= KEYS_PER_ROW and architecture.head_dim <= WIDEST_HEAD
+    if kernels.keys_per_token > 1 and not split:
         yield Saved("shared keys and values again", Place.CORE, 2 * keys * size * (kernels.keys_per_token - 1))
     if not kernels.cuda:
         yield from _local_attention(queries, keys, heads, architecture, size)

@@ -33,6 +33,39 @@ MUTATIONS: list[Mutation] = [
         ("the schedule begins anew with each batch", "step_index=first_step + index,", "step_index=index,"),
     ),
     *faults(
+        "rlframe/megatron/packed/split_attention.py",
+        "tests/unit/megatron/packed/test_split_attention.py",
+        (
+            "the backward pass of split attention knows only the softmax over a sequence's own tokens",
+            "ctx.save_for_backward(query, key, value, output, lse, *own, *rest)",
+            "ctx.save_for_backward(query, key, value, output, kernels.forward(query, key, value, split.own)[1], *own, *rest)",
+        ),
+        (
+            "keys of a split prompt have no gradient from other responses",
+            "rows = (split.reads, split.is_read, split.is_read)",
+            "rows = (split.reads, split.reads, split.is_read)",
+        ),
+        (
+            "what a call has not written reaches the sums of split attention",
+            "return torch.where(chosen, sums.to(output.dtype), output), torch.where(chosen, both, lse)",
+            "return sums.to(output.dtype), both",
+        ),
+    ),
+    *faults(
+        "rlframe/megatron/packed/split_bounds.py",
+        "tests/unit/megatron/packed/test_split_attention.py",
+        (
+            "a split prompt is read by its first sequence too",
+            "readers=slice(bounds[head + 1], bounds[end])",
+            "readers=slice(bounds[head], bounds[end])",
+        ),
+        (
+            "short prompts are split",
+            "if not groups or num_keys < KEYS_PER_ROW * num_rows:",
+            "if not groups:",
+        ),
+    ),
+    *faults(
         "rlframe/megatron/config/schedule.py",
         "tests/unit/megatron/config/test_schedule.py",
         ("warm-up begins at the peak", "return config.lr * (step + 1) / config.warmup_steps", "return config.lr"),

@@ -48,6 +48,23 @@ def test_each_sequence_shares_with_the_one_that_it_resembles_most() -> None:
     assert found.bundles == [[0, 2], [1, 3]] and found.shared == [0, 0, 2, 3]
 
 
+def test_sequences_of_a_long_prompt_share_the_same_number_of_tokens_if_little_is_computed_again() -> None:
+    prompt, rest = list(range(100)), [200 + number for number in range(30)]
+    # The first word of the responses is the same for the second, and the first two words for the third.
+    group = [[*prompt, 150, 151, *rest], [*prompt, 150, 152], [*prompt, 150, 151, 153], [*prompt, 154]]
+
+    def shared(group: list[list[int]], max_tokens: int = 1000) -> list[int]:
+        return share_prefixes(rollouts([group]), num_ranks=1, max_tokens=max_tokens).shared
+
+    # 132 tokens, then 3, 4 and 2: 3 of these 141 again.
+    assert shared(group) == [0, 99, 99, 99]
+    assert shared(group, max_tokens=141) == [0, 99, 99, 99]
+    assert shared(group, max_tokens=140) == [0, 100, 101, 99], "the budget is kept"
+    assert shared([*group[:3], [*prompt[:90], 154]]) == [0, 100, 101, 89], "23 tokens of 161 are too many"
+    short = [[*row[95:], *range(300, 330)] for row in group]
+    assert shared(short) == [0, 5, 6, 4], "attention reads little of the prompt"
+
+
 def test_a_group_that_is_too_large_is_divided_and_repeats_its_prompt() -> None:
     batch = rollouts([[[1, 2, 3, 4, 5, index] for index in range(10, 16)]])
     # 6 tokens and 2 for each further rollout.

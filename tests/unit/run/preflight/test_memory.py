@@ -3,18 +3,21 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlframe.megatron.config.lora import LoraConfig
+from rlframe.megatron.config.options import Attention, KernelConfig
 from rlframe.megatron.config.parallel import Parallel
+from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.families.base import Family
 from rlframe.models.families.qwen3 import FAMILY as QWEN3
 from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from rlframe.models.shards import parameters, shards_of_rank
 from rlframe.run.check.context import algorithm_of
 from rlframe.run.load import load
-from rlframe.run.preflight.activations import recomputed_fraction
+from rlframe.run.preflight.activations import of_stage, recomputed_fraction
 from rlframe.run.preflight.devices import KINDS, named
 from rlframe.run.preflight.parts import Part, Phase, Process
 from rlframe.run.preflight.plan import Plan, plan
@@ -163,6 +166,25 @@ def test_a_layer_without_recomputation_keeps_what_its_products_and_norms_read(tm
     layer = 4 * hidden * 2 + (queries + keys) * 2 + (queries + 2 * keys) * 2 + queries * 2 + 32 * 4 + 3 * width * 2
     assert part(found, Phase.TRAIN, "activations") == 16384 * 36 * layer
     assert part(found, Phase.TRAIN, "logits") == 16384 * 151936 * 2
+
+
+def test_keys_of_long_prompts_are_kept_once_where_attention_to_them_is_a_call_of_its_own(tmp_path: Path) -> None:
+    architecture = planned(tmp_path, QWEN3_4B, "train.parallel=d1").architecture
+
+    def again(keys: float, cuda: bool = True, **settings: Any) -> float:
+        """Bytes of keys and values a token beyond those of a pack that shares nothing."""
+        rest = {"tokens": 1, "cuda": cuda, "chunks": [(0,)]}
+        train = TrainConfig(**settings)
+        return (
+            of_stage(architecture, train, keys_per_token=keys, **rest).kept - of_stage(architecture, train, **rest).kept
+        )
+
+    token = 2 * 8 * 128 * 2
+    assert again(1.5) == token / 2
+    assert again(2.0) == again(4.0) == 0
+    assert again(4.0, deterministic=True) == 3 * token
+    assert again(4.0, kernels=KernelConfig(attention=Attention.FLASH)) == 3 * token
+    assert again(4.0, cuda=False) == 3 * token
 
 
 def test_tensor_parallel_ranks_share_activations_and_pipeline_stages_hold_several_micro_batches(tmp_path: Path) -> None:

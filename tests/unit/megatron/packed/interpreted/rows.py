@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlframe.megatron.packed import row_kernels
-from rlframe.megatron.packed.shared_prompts import bounds_of
+from rlframe.megatron.packed.bounds import bounds_of
 
 ROWS, KEYS = 7, [0, 1, 2, 0, 1, 4, 0, 1, 5, 6]
 """Row 3 has no reader."""

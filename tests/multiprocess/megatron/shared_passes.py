@@ -1,5 +1,6 @@
 """Passes of a trainer over prompts that responses share, and over the same computed apart."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +50,22 @@ class Case:
         )
 
 
+WAYS = {"plain": (False, 3.0), "other": (False, 1.0), "shared": (True, 10.0)}
+"""Whether prompts are shared, and the tokens of a micro-batch in units of the longest sequence."""
+
+
 def on_rank(
-    rank: int, init_method: str, folder: str, recompute: Recompute, device: Device, cases: dict[str, Case]
+    rank: int,
+    init_method: str,
+    folder: str,
+    recompute: Recompute,
+    device: Device,
+    dtype: Dtype,
+    cases: dict[str, Case],
+    ways: Sequence[str] = tuple(WAYS),
 ) -> dict[str, Any]:
-    """By case, logprobs [T], gradients [n] and calls of split attention, with shared prompts and without, and of other
-    micro-batches without. On a CPU attention is split too, by kernels that are written as they are defined."""
+    """By case and way, logprobs [T], gradients [n] and calls of split attention. On a CPU attention is split too, by
+    kernels that are written as they are defined."""
     from rlframe.megatron.cpu import platform
 
     where = platform.resolve(device)
@@ -67,7 +79,7 @@ def on_rank(
     if device is Device.CPU:
         shared_prompts.FusedKernels.of = lambda core: PlainKernels(HEAD_DIM**-0.5)
     train = TrainConfig(
-        dtype=Dtype.FLOAT32 if device is Device.CPU else Dtype.BFLOAT16,
+        dtype=dtype,
         recompute=recompute,
         recompute_options=RecomputeConfig(modules=["core_attn"] if recompute is Recompute.SELECTIVE else []),
         share_prompts=True,
@@ -81,7 +93,6 @@ def on_rank(
     calls = {name: counted(SplitAttention, name) for name in NO_CALLS}
 
     def passes(case: Case, *, share: bool, most: float) -> dict[str, Any]:
-        """`most` is the budget in units of the longest sequence."""
         whole, before = case.batch(), {name: len(found) for name, found in calls.items()}
         algorithm = Grpo(GrpoConfig(group_size=len(case.responses)))
         (own,), plan = split(
@@ -97,11 +108,20 @@ def on_rank(
         made = {name: len(found) - before[name] for name, found in calls.items()}
         return {"logprobs": logprobs, "gradient": gradient, "calls": made}
 
-    ways = {"plain": (False, 3.0), "other": (False, 1.0), "shared": (True, 10.0)}
     return {
-        name: {way: passes(case, share=share, most=most) for way, (share, most) in ways.items()}
-        for name, case in cases.items()
+        name: {way: passes(case, share=WAYS[way][0], most=WAYS[way][1]) for way in ways} for name, case in cases.items()
     }
+
+
+def assert_as_near_to_float32(results: dict[str, Any], exact: dict[str, Any], name: str) -> None:
+    """Asserts that passes in bfloat16 over shared prompts are no farther from those in float32 than passes over prompts
+    computed apart. Two calls round in other places than one: apart from one another both are as far as from float32."""
+    for what in ("logprobs", "gradient"):
+        apart, shared = (
+            float((results[way][what] - exact["plain"][what]).norm() / exact["plain"][what].norm())
+            for way in ("plain", "shared")
+        )
+        assert 0 < shared < 1.25 * apart, f"{name}: {what} is off by {shared:.1e}, computed apart by {apart:.1e}"
 
 
 def counted(kind: type, name: str) -> list[None]:

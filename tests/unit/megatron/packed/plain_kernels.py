@@ -11,7 +11,8 @@ from rlframe.megatron.packed.split_bounds import Call
 
 
 class PlainKernels:
-    """Computes each sequence of a call by itself. Rows of no sequence are no numbers, as they may be on a GPU."""
+    """Computes each sequence of a call by itself, in float32 at least. Rows of no sequence are no numbers, as on a GPU
+    they may be."""
 
     def __init__(self, scale: float):
         self.scale = scale
@@ -22,6 +23,8 @@ class PlainKernels:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
         self.calls.append(call)
+        dtype = query.dtype
+        query, key, value = (wide(each) for each in (query, key, value))
         output, lse = torch.full_like(query, torch.nan), query.new_full((*query.shape[:2], 1), torch.nan)
         for own, seen in sequences(call):
             scores = self.scores(query[own], key[seen], causal=call.causal)
@@ -29,7 +32,7 @@ class PlainKernels:
             probabilities = (scores - sums[..., None]).exp()
             output[own] = torch.einsum("hqk,khd->qhd", probabilities, repeated(value[seen], query))
             lse[own] = sums.T[..., None]
-        return output, lse, [torch.tensor([len(self.calls)])]
+        return output.to(dtype), lse, [torch.tensor([len(self.calls)])]
 
     def backward(
         self,
@@ -42,8 +45,9 @@ class PlainKernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         (number,) = rest
         assert self.calls[int(number) - 1] is call, "each call has its own tensors again"
-        query, key, value = tensors
-        grads = tuple(torch.full_like(each, torch.nan) for each in tensors)
+        dtype = grad.dtype
+        grad, output, query, key, value = (wide(each) for each in (grad, output, *tensors))
+        grads = tuple(torch.full_like(each, torch.nan) for each in (query, key, value))
         for own, seen in sequences(call):
             scores = self.scores(query[own], key[seen], causal=call.causal)
             probabilities = (scores - lse[own].permute(1, 0, 2)).exp()
@@ -53,7 +57,7 @@ class PlainKernels:
             grads[0][own] = torch.einsum("hqk,khd->qhd", pulled, repeated(key[seen], query))
             grads[1][seen] = gathered(torch.einsum("hqk,qhd->khd", pulled, query[own]), key)
             grads[2][seen] = gathered(torch.einsum("hqk,qhd->khd", probabilities, grad[own]), value)
-        return grads
+        return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)
 
     def scores(self, query: Tensor, key: Tensor, *, causal: bool) -> Tensor:
         """[heads, Q, K]"""
@@ -61,6 +65,11 @@ class PlainKernels:
         if not causal:
             return scores
         return scores.masked_fill(torch.ones(len(query), len(key)).triu(1).bool(), -torch.inf)
+
+
+def wide(values: Tensor) -> Tensor:
+    """In float32, or what they are if they have more digits."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def sequences(call: Call) -> Iterator[tuple[slice, slice]]:

@@ -3,10 +3,11 @@
 import copy
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlframe.models import chat_template as chat_templates
 from rlframe.models import remote_code
@@ -93,11 +94,21 @@ def refuse_code(folder: Path, *, cause: Exception | None = None) -> None:
         ) from cause
 
 
-def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
-    """Returns the text of one token by itself, its leading space included. A part of a character is U+FFFD."""
-    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-    begins_word = str(tokenizer.convert_ids_to_tokens(token)).startswith("\u2581")
-    return f" {text}" if begins_word and not text.startswith(" ") else text
+def pieces(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[str]:
+    """Returns the text of each token by itself, its leading space included. A part of a character is U+FFFD."""
+    from transformers import TokenizersBackend  # noqa: PLC0415 - see load
+
+    names = tokenizer.convert_ids_to_tokens(list(tokens))
+    if getattr(type(tokenizer), "_decode", None) is vars(TokenizersBackend)["_decode"]:
+        # All at once takes a fifth of the time.
+        backend: Any = tokenizer.backend_tokenizer
+        texts = backend.decode_batch([[token] for token in tokens], skip_special_tokens=False)
+    else:
+        texts = [str(tokenizer.decode([token], clean_up_tokenization_spaces=False)) for token in tokens]
+    spaced = (
+        str(name).startswith("\u2581") and not text.startswith(" ") for name, text in zip(names, texts, strict=True)
+    )
+    return [f" {text}" if space else text for space, text in zip(spaced, texts, strict=True)]
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

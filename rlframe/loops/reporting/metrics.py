@@ -18,7 +18,7 @@ from rlframe.loops.alerts.config import AlertsConfig
 from rlframe.loops.alerts.watch import Alerts
 from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.config import LoggingConfig
-from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose
+from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose, in_digits
 from rlframe.loops.reporting.timeline import Timeline
 from rlframe.loops.reporting.trackers.base import EVALUATED, Tracker
 from rlframe.loops.reporting.warned import Warned
@@ -46,7 +46,7 @@ class MetricsLog:
         steps: int,
         done_steps: int | None,
         trackers: Sequence[Tracker] = (),
-        decode: Callable[[int], str] = str,
+        decode: Callable[[Sequence[int]], list[str]] = in_digits,
         callbacks: Callbacks | None = None,
         alerts: AlertsConfig | None = None,
     ):
@@ -58,7 +58,7 @@ class MetricsLog:
             done_steps: steps a resumed run keeps, None for a new one; what was written after them is cut off, it will
                 be made again.
             trackers: begun, and closed by who has begun them.
-            decode: returns the text of a token.
+            decode: returns the text of each of some tokens.
             callbacks: of the caller of the run.
             alerts: their settings. None means no alerts.
         """

@@ -125,14 +125,19 @@ def mean_advantages(batch: TrainBatch) -> Float[np.ndarray, " R"]:
     return sums / np.add.reduceat(counted, starts).clip(min=1)
 
 
+def in_digits(tokens: Sequence[int]) -> list[str]:
+    """Returns the number of each token as its text, where there is no tokenizer."""
+    return list(map(str, tokens))
+
+
 class SampleFiles:
     """Writes the kept attempts of each step. A thread encodes them, one file after the other."""
 
-    def __init__(self, folder: Path, decode: Callable[[int], str]):
+    def __init__(self, folder: Path, decode: Callable[[Sequence[int]], list[str]]):
         """
         Args:
             folder: of the run.
-            decode: returns the text of a token.
+            decode: returns the text of each of some tokens.
         """
         self._folder = folder / SAMPLES
         self._decode = decode
@@ -200,8 +205,8 @@ class SampleFiles:
 
     def _tokens(self, rollout: Rollout) -> dict[str, Any]:
         ids = rollout.token_ids.tolist()
-        for each in set(ids) - self._pieces.keys():
-            self._pieces[each] = self._decode(each)
+        unknown = list(set(ids) - self._pieces.keys())
+        self._pieces.update(zip(unknown, self._decode(unknown), strict=True))
         turns = np.full(rollout.num_tokens, -1)
         for number, (start, end) in enumerate(rollout.turns, start=rollout.first_turn):
             turns[start:end] = number

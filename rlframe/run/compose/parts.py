@@ -191,7 +191,7 @@ class Parts:
             steps=self.config.steps,
             done_steps=self.done_steps,
             trackers=self.trackers,
-            decode=partial(tokenizer.piece, self.tokenizer),
+            decode=partial(tokenizer.pieces, self.tokenizer),
             callbacks=self.callbacks,
             alerts=self.config.alerts,
         )

@@ -1,9 +1,10 @@
-"""A tokenizer is made once of the same files, and what one user changes is not another's."""
+"""A tokenizer is made once of the same files, and what one user changes is not another's. Tokens have texts."""
 
 import os
 from pathlib import Path
 
 import pytest
+import tokenizers
 import transformers
 
 from rlframe.models import tokenizer
@@ -36,3 +37,51 @@ def test_files_that_changed_are_read_again(folder: Path) -> None:
     # In a file system whose clock is coarse both may have been written at the same time.
     os.utime(folder / "tokenizer_config.json", ns=(1, 1))
     assert tokenizer.load(folder).eos_token == "<pad>"
+
+
+class InCapitals(transformers.PreTrainedTokenizerFast):
+    """A tokenizer with a way of its own to decode."""
+
+    def _decode(self, *arguments: object, **options: object) -> str:
+        return super()._decode(*arguments, **options).upper()
+
+
+WORDS = ["a dog's name, ünïcode 🦊", " two  spaces", "tokens of bytes"]
+
+
+def of_bytes(kind: type[transformers.PreTrainedTokenizerFast]) -> transformers.PreTrainedTokenizerFast:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        WORDS, tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<end>"])
+    )
+    return kind(tokenizer_object=made, eos_token="<end>")
+
+
+def of_words() -> transformers.PreTrainedTokenizerFast:
+    """As SentencePiece writes them: a word begins with a mark, which a single token's text has no place for."""
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0.0), ("\u2581dog", -1.0), ("s", -2.0)], 0))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        (of_bytes(transformers.PreTrainedTokenizerFast), {" ", "<end>", "\ufffd"}),
+        (of_bytes(InCapitals), {"A", "<END>"}),
+        (of_words(), {" dog", "s"}),
+    ],
+)
+def test_the_texts_of_tokens_are_those_of_each_by_itself(
+    made: transformers.PreTrainedTokenizerFast, found: set[str]
+) -> None:
+    everything = list(range(len(made)))
+    alone = [str(made.decode([token], clean_up_tokenization_spaces=False)) for token in everything]
+    texts = tokenizer.pieces(made, everything)
+    assert [text.lstrip(" ") for text in texts] == [text.lstrip(" ") for text in alone]
+    assert found <= set(texts)
+    assert tokenizer.pieces(made, []) == []

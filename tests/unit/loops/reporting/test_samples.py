@@ -1,14 +1,14 @@
 """Which attempts a run keeps token by token, with which numbers, and until when."""
 
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlframe.loops.config import Keep, SamplesConfig
-from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose, read_samples, sample_files
+from rlframe.loops.reporting.samples import Chosen, SampleFiles, choose, in_digits, read_samples, sample_files
 from rlframe.ops.advantages import rewards_by_sequence
 from rlframe.ops.packing import pack
 from rlframe.types.batch import TrainBatch
@@ -47,7 +47,7 @@ def trained(rewards: list[list[float]]) -> tuple[list[Rollout], TrainBatch]:
     return members(groups), batch.with_advantages(advantages)
 
 
-def write(folder: Path, chosen: Chosen, decode: Callable[[int], str] = str) -> None:
+def write(folder: Path, chosen: Chosen, decode: Callable[[Sequence[int]], list[str]] = in_digits) -> None:
     """Writes the file of a step."""
     files = SampleFiles(folder, decode)
     files.write(chosen)
@@ -104,7 +104,7 @@ def test_every_token_has_its_numbers(tmp_path: Path) -> None:
     batch.loss_mask[7] = False
     chosen = choose(SamplesConfig(keep=[Keep.BEST], of_each=1), 3, rollouts, batch)
     chosen.take_trainer_logprobs(torch.tensor([0.0, 0.0, -0.5, -0.25]))
-    write(tmp_path, chosen, lambda token: f"<{token}>")
+    write(tmp_path, chosen, lambda tokens: [f"<{token}>" for token in tokens])
     [(step, evaluation, path)] = sample_files(tmp_path)
     [record] = read_samples(path)
     assert (step, evaluation, record["evaluation"], record["reward"], record["answer"]) == (3, "", "", 1.0, "4")
@@ -141,7 +141,7 @@ def test_logprobs_of_the_step_are_used_where_it_has_some(tmp_path: Path) -> None
 
 
 def test_a_resumed_run_keeps_the_steps_that_it_does_not_do_again(tmp_path: Path) -> None:
-    files = SampleFiles(tmp_path, str)
+    files = SampleFiles(tmp_path, in_digits)
     for step in (1, 2, 3):
         files.write(Chosen(step=step, rollouts=[attempt(0, 0.0)], places={0: ["first"]}))
     (tmp_path / "samples" / "notes.txt").write_text("mine")
@@ -153,7 +153,7 @@ def test_a_resumed_run_keeps_the_steps_that_it_does_not_do_again(tmp_path: Path)
 
 def test_a_file_that_cannot_be_written_is_told_at_the_next(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("not a folder")
-    files = SampleFiles(tmp_path, str)
+    files = SampleFiles(tmp_path, in_digits)
     chosen = Chosen(step=1, rollouts=[attempt(0, 0.0)], places={0: ["first"]})
     files.write(chosen)
     with pytest.raises(OutputError, match="samples"):

@@ -1,20 +1,17 @@
 """The sections that a topic says it reads: without one of them it is not asked, because a default in its place is no
 value of the user's."""
 
-import shutil
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlframe.config.load import composed
-from rlframe.models.hub import EMBEDDED
-from rlframe.run.check import TOPICS, check_reward, checked, memory
+from rlframe.run.check import TOPICS, check_reward, memory
 from rlframe.run.config import RunConfig
 from rlframe.run.load import load
-from rlframe.utils.errors import ConfigError
+
+pytestmark = pytest.mark.thorough
 
 KNOWN = {"mode", "algorithm"}
 """Sections of which topics always know enough: without a mode none is asked, and an algorithm keeps its name."""
@@ -61,33 +58,3 @@ def test_a_topic_names_every_section_that_it_reads(config: str, overrides: list[
         if further := SEEN - declared - KNOWN - FEWER.get(topic, set()):
             undeclared[topic] = further
     assert undeclared == {}
-
-
-def reads_a_switch(folder: Path) -> str:
-    """A model whose chat template has a switch, which that of the default model has not."""
-    shutil.copytree(EMBEDDED / "qwen3_moe_tiny", folder)
-    with (folder / "chat_template.jinja").open("a") as file:
-        file.write("{% if enable_thinking %}{% endif %}")
-    return f"model.path={folder}"
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["environment.max_turns=abc", "environment.name=gymnasium", "~reward.parts"],
-        ["prompts_per_step=abc", "algorithm=ppo", "+critic.train.num_minibatches=3"],
-        ["model.random_init=abc", "data.chat_template_kwargs={enable_thinking: false}"],
-        ["mode=generat", "train.max_tokens_per_microbatch=16"],
-    ],
-)
-def test_a_default_in_the_place_of_a_wrong_value_is_no_further_fault(tmp_path: Path, overrides: list[str]) -> None:
-    values = composed("grpo_qwen3_moe", [reads_a_switch(tmp_path / "model"), *overrides])
-    with pytest.raises(ConfigError) as caught:
-        checked(values)
-    assert [f"{fault.key}" for fault in caught.value.faults] == [overrides[0].partition("=")[0]]
-
-
-def test_a_wrong_value_of_the_algorithm_does_not_hide_a_missing_file() -> None:
-    with pytest.raises(ConfigError) as caught:
-        checked(composed("grpo_qwen3_moe", ["algorithm.group_size=abc", "data.path=nowhere.jsonl"]))
-    assert [fault.section for fault in caught.value.faults] == ["algorithm", "data"]

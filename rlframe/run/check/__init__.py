@@ -355,6 +355,7 @@ WITHOUT_TRAINING = frozenset(
 )
 """Topics about engines and rewards alone, in the modes that start nothing else."""
 OF_DEVICE = (
+    devices.engine,
     devices.transport,
     check_training,
     check_routes,

@@ -14,6 +14,7 @@ from rlframe.run.check.machines import cluster, devices
 from rlframe.run.config import RunConfig
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
+from tests.unit.run.check.test_check_states import model
 
 JOINED = ["cluster.address=10.0.0.1:6379"]
 
@@ -60,6 +61,17 @@ def test_what_the_device_decides_is_checked_once_it_is_known(torch_is_not_asked:
     said = "\n".join(map(str, caught.value.faults))
     assert "train.kernels.attention has no effect on a CPU, got fused" in said
     assert "weight_sync.transport=cuda_ipc does not work with cluster.device=cpu: " in said
+
+
+def test_what_an_engine_cannot_on_a_cpu_is_told_before_it_starts_there(
+    torch_is_not_asked: None, tmp_path: Path
+) -> None:
+    run = run_of(*JOINED, "cluster.device=auto", "rollout=vllm", f"model.path={model(tmp_path, 'qwen3_next')}")
+    run.cluster.device = Device.CUDA
+    check_device(run)
+    run.cluster.device = Device.CPU
+    with pytest.raises(ConfigError, match="rollout.dtype must be bfloat16 for qwen3_next on a CPU"):
+        check_device(run)
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,7 @@ WITHOUT_TRAINING = frozenset(
         model.files,
         cluster.address,
         cluster.job_folder,
+        cluster.job_environment,
         devices.devices,
         devices.engine,
         devices.packages,

@@ -1,6 +1,7 @@
 """What is checked of a cluster before it is joined, on a driver that may have other devices than its nodes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,10 @@ import yaml
 
 from rlframe.cluster.config import Device
 from rlframe.run import folder as output
-from rlframe.run.check import OF_DEVICE, check_device
+from rlframe.run.check import OF_DEVICE, check_device, topics_of
 from rlframe.run.check.context import device_of
 from rlframe.run.check.machines import cluster, devices
-from rlframe.run.config import RunConfig
+from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 from tests.unit.run.check.test_check_states import model
@@ -119,6 +120,8 @@ def test_what_the_job_gives_workers_too_is_refused(monkeypatch: pytest.MonkeyPat
     assert str(fault).startswith(
         "cluster.runtime_env.env_vars.NCCL_DEBUG is set by the runtime environment of this Ray job too; set it in one"
     )
+    # Ray says so with an error of its own, in every mode.
+    assert all(cluster.job_environment in topics_of(replace(run, mode=mode)) for mode in Mode)
     monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     assert list(cluster.job_environment(run)) == []
 

@@ -117,11 +117,9 @@ class EngineQueue:
 
     def forget(self) -> None:
         """Forgets all requests that wait, and undoes `hold`. Answers to those that are running are dropped, because
-        nobody waits."""
+        nobody waits: the engine aborts them."""
         self._waiting.clear()
         self._usable, self._held = True, False
-        # Whoever makes attempts be forgotten aborts all requests.
-        self._sent, self._unwanted = set(), set()
         # A call that is running may still fail; nobody needs to know.
         self._life += 1
 
@@ -187,9 +185,8 @@ class EngineQueue:
                 if not answer.done():
                     answer.set_result(completion)
         finally:
-            if life == self._life:
-                self._sent -= names
-                self._unwanted -= names
+            self._sent -= names
+            self._unwanted -= names
             self._calls.end()
             self._pump_soon()
 

@@ -247,7 +247,8 @@ class Runner:
                 self._limits[attempt].reschedule(asyncio.get_running_loop().time() + seconds)
 
     def cancel(self) -> None:
-        """Forgets all attempts, and undoes `hold` and `interrupt`. Their engines must be made to abort them."""
+        """Forgets all attempts, and undoes `hold` and `interrupt`. Engines are told to abort their requests until they
+        have none of them."""
         for task in self._tasks:
             task.cancel()
         # One may have failed already, with nobody told: that is past too.

@@ -9,6 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 SECTIONS = ("reward.parts",)
+WHOLE = ("data.path={",)
+"""Beginnings of words that set a mapping as one value. With `+` before it, a word adds to the mapping of the files."""
 
 
 def deletions(section: str, arguments: Sequence[str], there: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlframe.config.entries import SECTIONS, deletions
+from rlframe.config.entries import SECTIONS, WHOLE, deletions
 from rlframe.config.overrides import overrides_last, quoted, rewritten
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -159,10 +159,16 @@ def _with_other_kinds(
     config_name: str, arguments: Sequence[str], written: list[str], folders: Sequence[Path]
 ) -> Iterator[str]:
     """Yields `written`, with a removal before each list in the place of a mapping of the files, or the other way round,
-    which Hydra does not replace: data.path may be either."""
-    kinds = {"[": DictConfig, "{": ListConfig}
+    and before each mapping that is one value, which Hydra does not replace: data.path may be any of these."""
+    kinds = {"[": (DictConfig,), "{": (ListConfig,)}
     given = {word.lstrip("+").partition("=")[0]: kinds.get(word.partition("=")[2][:1]) for word in arguments}
-    others = {key: kind for key, kind in given.items() if kind and "." in key and not key.startswith(("hydra.", "-"))}
+    given |= {word.partition("=")[0]: (DictConfig, ListConfig) for word in arguments if word.startswith(WHOLE)}
+    removed = {word.removeprefix("~") for word in arguments if word.startswith("~")}
+    others = {
+        key: kind
+        for key, kind in given.items()
+        if kind and "." in key and key not in removed and not key.startswith(("hydra.", "-"))
+    }
     if not others:
         yield from written
         return

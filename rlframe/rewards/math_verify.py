@@ -36,6 +36,12 @@ POWER = re.compile("(?<=[\\d)])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 ROOT = re.compile(r"(?:\u221a|(?<![\\A-Za-z])sqrt)\s*(?:\((?P<group>[^()]*)\)|(?P<number>\d+(?:\.\d+)?))")
 """Pattern of a root that is not LaTeX."""
 PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
+FUNCTION = re.compile(
+    r"(?<![\\A-Za-z.])(ln|log|exp|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|csc|cot)(?=\s*[\d(\\_^]| [a-z]\b)"
+)
+"""Pattern of the name of a function that is not LaTeX, before what it is of."""
+MINUS = re.compile("\u2212|\u2013(?=[\\d.\\\\])")
+"""Pattern of a minus in a character of its own. A dash is one directly before a number."""
 EITHER = re.compile(r"-?\d+[,:]\d+")
 """Pattern of what may be a pair or have a decimal comma, or be a ratio or a time: it is read as both."""
 MEASURE = re.compile(r"[-+$]*\d[\d,]*(?:\.\d+)?(?: [A-Za-z ]+)?\.?")
@@ -95,7 +101,9 @@ def _said(text: str) -> list:
 
 
 def _spelled_out(text: str) -> str:
-    """Returns a text with its roots, powers, fractions and pi as math-verify reads them. It reads 2 of `2 sqrt(3)`."""
+    """Returns a text with its roots, powers, fractions, functions, minuses and pi as math-verify reads them. It reads 2
+    of `2 sqrt(3)`, and of `ln 2`."""
+    text = FUNCTION.sub(r"\\\1", MINUS.sub("-", text))
     text = ROOT.sub(lambda root: rf"\sqrt{{{root['group'] or root['number'] or ''}}}", text)
     text = POWER.sub(lambda power: f"^{{{_plain(power[0])}}}", text)
     text = FRACTION.sub(lambda found: f"{found[1]} {_plain(found[2])}" if found[1] else _plain(found[2]), text)

@@ -70,7 +70,7 @@ def fault_of(call: Call, tools: Mapping[str, Tool]) -> str:
         return f"there is no tool {call.name!r:.80}; there are: {', '.join(tools) or 'none'}"
     if not isinstance(call.arguments, dict):
         return f"the arguments of {call.name} must be an object that names each of them"
-    required = _schema(tools[call.name]).get("required")
+    required = schema_of(tools[call.name]).get("required")
     absent = [name for name in required if name not in call.arguments] if isinstance(required, list) else []
     if absent:
         return f"{call.name} needs the argument {absent[0]!r:.80}"
@@ -83,7 +83,7 @@ def fault_of(call: Call, tools: Mapping[str, Tool]) -> str:
 
 def schemas_of(tool: Tool) -> Mapping[str, Any]:
     """Returns the JSON schema of each argument that the tool describes."""
-    properties = _schema(tool).get("properties")
+    properties = schema_of(tool).get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
@@ -93,6 +93,7 @@ def id_of(token_ids: Sequence[int], index: int) -> str:
     return digest.hexdigest()[:ID_DIGITS]
 
 
-def _schema(tool: Tool) -> Mapping[str, Any]:
+def schema_of(tool: Tool) -> Mapping[str, Any]:
+    """Returns the JSON schema of all arguments together."""
     schema = tool["function"].get("parameters")
     return schema if isinstance(schema, dict) else {}

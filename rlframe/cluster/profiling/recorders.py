@@ -82,8 +82,11 @@ class MemoryRecorder:
 
     def end(self) -> list[pathlib.Path]:
         file = self._request.stem.with_suffix(".pickle")
-        self._memory._dump_snapshot(str(file))
-        self.drop()
+        try:
+            self._memory._dump_snapshot(str(file))
+        finally:
+            # Whoever ends a record does not come back to drop it.
+            self.drop()
         return [file]
 
     def drop(self) -> None:

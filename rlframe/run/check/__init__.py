@@ -1,7 +1,7 @@
 """Rules across components, by topic. Each topic checks one subject and yields its faults; `check` reports all
 together."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from rlframe.algorithms.base import OnlineAlgorithm
@@ -79,6 +79,8 @@ def _faults(run: RunConfig, *, faulty: Set[str]) -> list[Fault]:
     """Returns the faults of the topics that concern the run and need no section of `faulty`."""
     concerned = topics_of(run)
     topics = [topic for topic, sections in TOPICS.items() if not faulty & sections and topic in concerned]
+    if check_data in concerned and check_data not in topics and not faulty & {"data", "seed"}:
+        topics.append(check_reading)
     return [fault for topic in topics for fault in topic(run)]
 
 
@@ -93,8 +95,10 @@ def topics_of(run: RunConfig) -> Set[Any]:
 
 def _faults_elsewhere(values: Mapping[str, Any], known: list[Fault]) -> list[Fault]:
     """Returns the faults in the sections that no fault of `known` concerns. The other sections are reset to their
-    defaults."""
+    defaults, which are no values of the user's. Without a mode nobody knows which rules there are."""
     faulty = {fault.section for fault in known}
+    if "mode" in faulty:
+        return []
     rest = {key: value for key, value in values.items() if key not in faulty}
     algorithm = values.get("algorithm")
     if "algorithm" in faulty and isinstance(algorithm, Mapping):
@@ -112,13 +116,9 @@ def _faults_without(rest: Mapping[str, Any], faulty: Set[str]) -> list[Fault]:
 def check_data(run: RunConfig) -> Iterator[Fault]:
     """Checks that the records can be read and that every data setting has an effect."""
     yield from data.setting_faults(run.data, algorithm_of(run), name=run.algorithm.name)
-    try:
-        readings = data.read_all(run.data, algorithm_of(run), seed=run.seed)
-    except ConfigError as error:
-        yield from error.faults
-        return
-    except DataError as error:
-        yield Fault("data", said=error)
+    readings, faults = _readings(run)
+    yield from faults
+    if faults:
         return
     yield from data.nothing_to_judge(
         readings,
@@ -128,6 +128,21 @@ def check_data(run: RunConfig) -> Iterator[Fault]:
         names=run.data.labels,
     )
     yield from data.template_faults(run, readings, generation_prompt=online(run))
+
+
+def check_reading(run: RunConfig) -> list[Fault]:
+    """Checks that the records can be read, where the rest of `check_data` cannot be judged."""
+    return _readings(run)[1]
+
+
+def _readings(run: RunConfig) -> tuple[Sequence[Any], list[Fault]]:
+    """Returns the readings of the data, or why there are none."""
+    try:
+        return data.read_all(run.data, algorithm_of(run), seed=run.seed), []
+    except ConfigError as error:
+        return [], error.faults
+    except DataError as error:
+        return [], [Fault("data", said=error)]
 
 
 def check_training(run: RunConfig) -> Iterator[Fault]:
@@ -222,7 +237,7 @@ CRITIC_RULES = (
 
 TOPICS = {
     model.model: {"model"},
-    model.files: {"model", "algorithm"},
+    model.files: {"model", "algorithm", "train"},
     model.parallel: {"model", "train"},
     batch.batch: {"prompts_per_step", "algorithm", "train"},
     cluster.address: {"cluster"},
@@ -230,45 +245,50 @@ TOPICS = {
     cluster.variables: {"cluster", "train"},
     cluster.job_environment: {"cluster"},
     devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
-    devices.engine: {"model", "rollout", "algorithm"},
-    loop.environment: {"rollout", "algorithm"},
+    devices.engine: {"model", "rollout", "algorithm", "train", "cluster"},
+    loop.environment: {"environment", "algorithm"},
     devices.transport: {"weight_sync", "rollout", "cluster", "algorithm"},
-    batch.tokens: {"model", "data", "rollout", "train", "evaluation"},
-    check_data: {"data", "seed"},
+    batch.tokens: {"model", "data", "rollout", "train", "evaluation", "environment", "generation"},
+    check_data: {"data", "seed", "algorithm", "reward", "model", "rollout"},
     data.curriculum_faults: {"data", "reward", "judge", "environment", "steps", "algorithm"},
     devices.packages: {"rollout", "logging", "cluster"},
     alerts.faults: {"alerts", "algorithm"},
     batch.optimizer: {"train"},
     model.lora: {"model", "train"},
-    adapters.faults: {"model", "train", "rollout", "weight_sync", "cluster", "algorithm", "mode"},
+    adapters.faults: {"model", "train", "rollout", "weight_sync", "cluster", "algorithm", "mode", "checkpoint"},
     check_training: {"model", "train", "cluster", "algorithm"},
     check_routes: {"train", "rollout", "cluster", "algorithm"},
     check_exact: {"train", "rollout", "cluster", "algorithm"},
     float32_logits.faults: {"model", "train", "rollout", "algorithm", "mode"},
     quantized.faults: {"model", "train", "rollout", "weight_sync", "cluster", "algorithm", "mode"},
     check_speculative: {"train", "rollout", "cluster", "algorithm", "model"},
-    devices.sleep: {"train", "critic", "cluster", "algorithm"},
-    check_critic: {"model", "critic", "train", "data", "rollout", "evaluation", "cluster", "algorithm", "steps"},
+    devices.sleep: {"train", "critic", "cluster", "algorithm", "rollout"},
+    check_critic: {
+        *("model", "critic", "train", "data", "rollout", "evaluation", "environment", "generation", "cluster"),
+        *("algorithm", "steps", "prompts_per_step"),
+    },
     loop.evaluation: {"data", "evaluation"},
     loop.evaluation_engines: {"evaluation", "rollout", "loop", "cluster", "algorithm"},
     check_reward: {"reward", "data"},
-    check_reward_model: {"reward", "model", "data", "rollout", "evaluation"},
-    loop.learning: {"algorithm", "train", "reward", "judge", "loop"},
+    check_reward_model: {"reward", "model", "data", "rollout", "evaluation", "environment", "rendering", "train"},
+    loop.learning: {"algorithm", "train", "reward", "judge", "loop", "environment", "rollout"},
     loop.lag: {"loop", "cluster", "rollout", "algorithm"},
     loop.oversampling: {"loop", "cluster", "rollout", "algorithm"},
     check_judge: {"judge", "environment", "rendering", "rollout", "algorithm"},
-    check_teacher: {"teacher", "algorithm", "model", "train", "data", "rollout"},
+    check_teacher: {"teacher", "algorithm", "model", "train", "data", "rollout", "environment"},
     loop.reference: {"algorithm", "train", "steps"},
     loop.distillation: {"algorithm", "rollout"},
     loop.checkpoint: {"checkpoint", "algorithm", "output", "mode", "train"},
     loop.best_metric: {"checkpoint", "data", "evaluation", "algorithm", "rollout"},
-    replay.faults: {"model", "rollout", "algorithm", "train", "checkpoint", "prompts_per_step", "steps", "output"},
+    replay.faults: {
+        *("model", "rollout", "algorithm", "environment", "train", "checkpoint", "prompts_per_step", "steps", "output"),
+    },
     loop.offline: {"algorithm", "train"},
     memory.faults: set(RunConfig.__dataclass_fields__),
     effect.revisions: {"model", "critic", "teacher", "judge", "reward"},
-    modes.mode: {"mode", "data", "evaluation", "algorithm", "rollout", "checkpoint"},
+    modes.mode: {"mode", "data", "evaluation", "algorithm", "rollout", "checkpoint", "self_test"},
     modes.sets: {"mode", "data", "evaluation", "reward", "rollout", "model", "algorithm"},
-    modes.prompts: {"mode", "data", "seed", "model"},
+    modes.prompts: {"mode", "data", "seed", "model", "rollout"},
     profile.processes: profile.SECTIONS,
     profile.device: {"profile", "cluster"},
     profile.nsys: {"profile", "output"},
@@ -312,6 +332,7 @@ WITHOUT_TRAINING = frozenset(
         model.files,
         cluster.address,
         cluster.job_folder,
+        cluster.job_environment,
         devices.devices,
         devices.engine,
         devices.packages,
@@ -335,6 +356,7 @@ WITHOUT_TRAINING = frozenset(
 )
 """Topics about engines and rewards alone, in the modes that start nothing else."""
 OF_DEVICE = (
+    devices.engine,
     devices.transport,
     check_training,
     check_routes,

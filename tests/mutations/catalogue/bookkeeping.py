@@ -296,8 +296,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "what has ended is aborted again and again",
-            "                self._unwanted -= names",
-            "                pass",
+            "            self._unwanted -= names",
+            "            pass",
         ),
     ),
     *faults(

@@ -324,6 +324,35 @@ def test_the_engine_ends_requests_of_attempts_that_have_run_out_of_time():
     simulated(run())
 
 
+def test_the_engine_ends_requests_of_attempts_that_were_forgotten_while_they_were_on_their_way():
+    running: dict[str, asyncio.Event] = {}
+    aborted: list[str] = []
+
+    def abort(names: list[str]) -> None:
+        aborted.extend(names)
+        for name in names:
+            # The first abort comes before the request.
+            if aborted.count(name) > 1:
+                running[name].set()
+
+    async def run() -> None:
+        async def asked(requests: list[GenerationRequest]) -> list[Completion]:
+            running[requests[0].name] = event = asyncio.Event()
+            await event.wait()
+            return [COMPLETION]
+
+        runner = runner_of(asked, max_calls=8, aborts=[abort])
+        runner.start([task("a", size=2)], version=0)
+        await asyncio.sleep(0.1)
+        runner.cancel()
+        await asyncio.sleep(1.5)
+        assert len(running) == 2 and all(event.is_set() for event in running.values())
+        await asyncio.sleep(5)
+        assert sorted(Counter(aborted).values()) == [2, 2], "what has ended is not aborted any more"
+
+    simulated(run())
+
+
 def test_an_attempt_that_failed_while_all_were_forgotten_says_nothing_to_those_that_follow():
     async def run() -> None:
         runner = runner_of(answers)  # Answers with version 0.

@@ -53,13 +53,19 @@ def test_a_key_inside_of_a_list_of_the_files_is_refused(tmp_path: Path, argument
         ("{a.jsonl: 1, b.jsonl: 2}", "++data.path=[c.jsonl]", ["c.jsonl"]),
         ("[a.jsonl, b.jsonl]", "data.path={c: 1, d: 2}", {"c": 1.0, "d": 2.0}),
         ("[a.jsonl, b.jsonl]", "data.path=[c.jsonl]", ["c.jsonl"]),
+        ("{a.jsonl: 1, b.jsonl: 2}", "data.path={c.jsonl: 3}", {"c.jsonl": 3.0}),
+        ("{a.jsonl: 1, b.jsonl: 2}", "+data.path={c.jsonl: 3}", {"a.jsonl": 1.0, "b.jsonl": 2.0, "c.jsonl": 3.0}),
+        ("{a.jsonl: 1, b.jsonl: 2}", "~data.path +data.path=[c.jsonl]", ["c.jsonl"]),
+        ("{a.jsonl: 1, b.jsonl: 2}", "~data.path data.path={c.jsonl: 3}", {"c.jsonl": 3.0}),
+        ("a.jsonl", "data.path={c.jsonl: 3}", {"c.jsonl": 3.0}),
     ],
 )
-def test_a_list_replaces_a_mapping_of_the_files_and_the_other_way_round(
+def test_data_of_the_command_line_take_the_place_of_those_of_the_files_in_any_form(
     tmp_path: Path, of_file: str, argument: str, expected: object
 ) -> None:
     (tmp_path / "mine.yaml").write_text(f"defaults: [grpo_qwen3_moe, _self_]\ndata: {{path: {of_file}}}\n")
-    assert load("mine", [argument, "steps=3"], config_dir=str(tmp_path)).data.path == expected
+    words = re.split(r" (?=\+|data)", argument)
+    assert load("mine", [*words, "steps=3"], config_dir=str(tmp_path)).data.path == expected
 
 
 def test_what_the_critic_leaves_out_is_as_in_train() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
-from rlframe.attempts.rendering.reply import Call, Part, schemas_of
+from rlframe.attempts.rendering.reply import Call, Part, schema_of, schemas_of
 from rlframe.data.records import parse_json
 from rlframe.data.text.tool_calls import Tool
 
@@ -92,7 +92,7 @@ def call_of(value: Any, text: str, *, arguments: str = "arguments") -> Call:
 def bare_value(text: str, name: str, tool: Tool | None) -> Any:
     """Returns the value of an argument that is written without quotes: what it is in JSON, or text, which it also is
     where its schema takes text and not such a value."""
-    kinds = set(_kinds(schemas_of(tool).get(name) if tool else None))
+    kinds = set(_kinds(schemas_of(tool).get(name), schema_of(tool))) if tool else set()
     if text in PYTHON:
         value = PYTHON[text]
     else:
@@ -104,14 +104,24 @@ def bare_value(text: str, name: str, tool: Tool | None) -> Any:
     return text if "string" in kinds and not kinds & KINDS.get(type(value), set()) else value
 
 
-def _kinds(schema: Any) -> Iterator[str]:
-    """Yields the types that a JSON schema names."""
+def _kinds(schema: Any, whole: Any, seen: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yields the types that a JSON schema names, itself or by a reference into `whole`.
+
+    Args:
+        seen: references that have led here.
+    """
     if isinstance(schema, dict):
         kind = schema.get("type")
         yield from (each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
-        for choice in ("anyOf", "oneOf"):
+        for choice in ("anyOf", "oneOf", "allOf"):
             if isinstance(schemas := schema.get(choice), list):
-                yield from chain.from_iterable(map(_kinds, schemas))
+                yield from chain.from_iterable(_kinds(each, whole, seen) for each in schemas)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
+            place = whole
+            for name in reference.split("/")[1:]:
+                place = place.get(name) if isinstance(place, dict) else None
+            yield from _kinds(place, whole, seen | {reference})
 
 
 def calls_in(text: str, beginning: str, read: Callable[[str, int], tuple[Call, int]]) -> list[Part]:

@@ -107,7 +107,8 @@ class SharedPromptImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._is_plain = (
-            self.alibi_slopes is None
+            self.head_size in SIZES
+            and self.alibi_slopes is None
             and self.sinks is None
             and tuple(self.sliding_window) == (-1, -1)
             and not self.logits_soft_cap

@@ -169,6 +169,23 @@ def test_an_optional_text_is_a_text_or_null(schema: dict[str, Any], bare: str, v
     assert bare_value(bare, "query", tool) == value
 
 
+def test_a_schema_may_be_in_another_place() -> None:
+    # As pydantic writes the schema of an enumeration and of a class that contains itself, and MCP servers pass it on.
+    names = {"Code": {"enum": ["1", "2"], "type": "string"}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}}
+    schemas = [
+        {"$ref": "#/$defs/Code"},
+        {"allOf": [{"$ref": "#/$defs/Code"}], "default": "1"},
+        {"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]},
+        {"$ref": "#/$defs/Loop"},
+        {"$ref": "#/$defs/Nowhere"},
+        {"$ref": "https://example.com/schema"},
+    ]
+    properties = {str(index): schema for index, schema in enumerate(schemas)}
+    parameters = {"$defs": names, "properties": properties}
+    tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+    assert [bare_value("1", name, tool) for name in properties] == ["1", "1", "1", 1, 1, 1]
+
+
 def test_a_value_that_may_be_text_or_a_number_is_what_it_reads_like() -> None:
     either = {"anyOf": [{"type": "string"}, {"oneOf": [{"type": "number"}, {"type": "array"}]}]}
     tool = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"query": either}}}}

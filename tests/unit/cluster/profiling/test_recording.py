@@ -3,6 +3,7 @@
 import gzip
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,28 @@ def test_a_record_that_could_not_be_written_is_dropped(tmp_path: Path, monkeypat
         record.drop()
     assert len(stops) == 1
     assert Recording(recorder(request(tmp_path)), request(tmp_path)).end().files
+
+
+def test_allocations_are_not_recorded_any_more_after_a_snapshot_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[bool] = []
+
+    def record(enabled: str | None = "all", *, max_entries: int = 0) -> None:
+        recorded.append(enabled is not None)
+
+    def full(file: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    # There are none without a GPU.
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
+    wanted = replace(request(tmp_path), tool=Tool.MEMORY)
+    recording = Recording(recorder(wanted), wanted)
+    with pytest.raises(OSError, match="No space left"):
+        # The rank keeps nothing of a record that it has ended, and trains on.
+        recording.end()
+    assert recorded == [True, False]
 
 
 def test_stacks_are_those_of_one_thread(tmp_path: Path) -> None:

@@ -83,6 +83,20 @@ def test_other_layers_are_left_to_flash_attention(changes: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"), [({}, True), ({"head_size": 96}, False), ({"sliding_window": 8}, False)]
+)
+def test_keys_and_values_of_layers_that_do_not_share_are_left_to_flash_attention(
+    changes: dict[str, Any], expected: bool
+) -> None:
+    from rlframe.rollout.vllm.attention.backend import SharedPromptImpl
+
+    layer = {"num_heads": 4, "num_kv_heads": 2, "head_size": 128, "scale": 1.0, "kv_cache_dtype": "auto"}
+    made = SharedPromptImpl(**{"alibi_slopes": None, "sliding_window": None} | layer | changes)
+    # Phi-3's heads have 96 numbers, which no block of Triton has.
+    assert made._is_plain is expected
+
+
+@pytest.mark.parametrize(
     ("settings", "cuda", "told"),
     [
         ({}, True, None),

@@ -356,6 +356,30 @@ def test_a_section_that_cannot_be_built_does_not_hide_faults_elsewhere(tmp_path:
     assert all(any(str(fault).startswith(start) for fault in caught.value.faults) for start in starts)
 
 
+def reads_a_switch(folder: Path) -> str:
+    """A model whose chat template has a switch, which that of the default model has not."""
+    shutil.copytree(EMBEDDED / "qwen3_moe_tiny", folder)
+    with (folder / "chat_template.jinja").open("a") as file:
+        file.write("{% if enable_thinking %}{% endif %}")
+    return f"model.path={folder}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["environment.max_turns=abc", "environment.name=gymnasium", "~reward.parts"],
+        ["prompts_per_step=abc", "algorithm=ppo", "+critic.train.num_minibatches=3"],
+        ["model.random_init=abc", "data.chat_template_kwargs={enable_thinking: false}"],
+        ["mode=generat", "train.max_tokens_per_microbatch=16"],
+    ],
+)
+def test_a_default_in_the_place_of_a_wrong_value_is_no_further_fault(tmp_path: Path, overrides: list[str]) -> None:
+    values = composed("grpo_qwen3_moe", [reads_a_switch(tmp_path / "model"), *overrides])
+    with pytest.raises(ConfigError) as caught:
+        checked(values)
+    assert [f"{fault.key}" for fault in caught.value.faults] == [overrides[0].partition("=")[0]]
+
+
 def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp_path: Path) -> None:
     start = tmp_path / "start"
     start.mkdir()

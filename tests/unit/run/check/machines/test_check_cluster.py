@@ -1,6 +1,7 @@
 """What is checked of a cluster before it is joined, on a driver that may have other devices than its nodes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ import yaml
 
 from rlframe.cluster.config import Device
 from rlframe.run import folder as output
-from rlframe.run.check import OF_DEVICE, check_device
+from rlframe.run.check import OF_DEVICE, check_device, topics_of
 from rlframe.run.check.context import device_of
 from rlframe.run.check.machines import cluster, devices
-from rlframe.run.config import RunConfig
+from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
+from tests.unit.run.check.test_check_states import model
 
 JOINED = ["cluster.address=10.0.0.1:6379"]
 
@@ -62,6 +64,17 @@ def test_what_the_device_decides_is_checked_once_it_is_known(torch_is_not_asked:
     assert "weight_sync.transport=cuda_ipc does not work with cluster.device=cpu: " in said
 
 
+def test_what_an_engine_cannot_on_a_cpu_is_told_before_it_starts_there(
+    torch_is_not_asked: None, tmp_path: Path
+) -> None:
+    run = run_of(*JOINED, "cluster.device=auto", "rollout=vllm", f"model.path={model(tmp_path, 'qwen3_next')}")
+    run.cluster.device = Device.CUDA
+    check_device(run)
+    run.cluster.device = Device.CPU
+    with pytest.raises(ConfigError, match="rollout.dtype must be bfloat16 for qwen3_next on a CPU"):
+        check_device(run)
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [
@@ -107,6 +120,8 @@ def test_what_the_job_gives_workers_too_is_refused(monkeypatch: pytest.MonkeyPat
     assert str(fault).startswith(
         "cluster.runtime_env.env_vars.NCCL_DEBUG is set by the runtime environment of this Ray job too; set it in one"
     )
+    # Ray says so with an error of its own, in every mode.
+    assert all(cluster.job_environment in topics_of(replace(run, mode=mode)) for mode in Mode)
     monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     assert list(cluster.job_environment(run)) == []
 

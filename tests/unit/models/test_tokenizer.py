@@ -46,7 +46,7 @@ class InCapitals(transformers.PreTrainedTokenizerFast):
         return super()._decode(*arguments, **options).upper()
 
 
-WORDS = ["a dog's name, ünïcode 🦊", " two  spaces", "tokens of bytes"]
+WORDS = ["a dog's name, \u00fcn\u00efcode \U0001f98a", " two  spaces", "tokens of bytes"]
 
 
 def of_bytes(kind: type[transformers.PreTrainedTokenizerFast]) -> transformers.PreTrainedTokenizerFast:

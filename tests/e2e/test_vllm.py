@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,6 +21,8 @@ pytestmark = [
 ]
 PATIENCE_S = 600.0
 """vLLM alone takes a minute or two to start on two cores."""
+CORE_S = 60.0
+"""Less than a held step waits. Rarely no core was found; this tells what there was."""
 SETTINGS = LEARNING | {
     "rollout": "vllm",
     "rollout.num_engines": 1,
@@ -33,7 +37,10 @@ SETTINGS = LEARNING | {
 def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_computes(tmp_path: Path) -> None:
     with Program(tmp_path / "run", SETTINGS, fresh=True, held=["step 1"]) as program:
         program.wait_for(lambda: has_trained(program), patience_s=PATIENCE_S, every_s=0.1)
-        program.wait_for(lambda: any("EngineCore" in title for title, _ in program.doors()), every_s=0.1)
+        deadline = time.monotonic() + CORE_S
+        while not [title for title, _ in program.doors() if "EngineCore" in title]:
+            assert time.monotonic() < deadline, f"no core listens: {program.doors()}; running: {titles(program)}"
+            time.sleep(0.1)
         doors = program.doors()
         program.go_on("step 1")
         assert {door: address for door, address in doors.items() if not on_loopback(address)} == {}
@@ -53,6 +60,15 @@ def test_the_main_job_learns_with_vllm_and_what_it_samples_is_what_the_trainer_c
     assert all(line["weight_sync/probe_mean_nats"] < 1e-4 for line in probes)
     samples = lines(tmp_path / "run" / "samples.jsonl")
     assert {version for line in samples if line["step"] == 3 for version in line["versions"]} == {2, 3}
+
+
+def titles(program: Program) -> list[tuple[int, str]]:
+    """The processes under it."""
+    found = []
+    for each in program.started():
+        with suppress(psutil.NoSuchProcess):
+            found.append((each.pid, " ".join(each.cmdline())[:80]))
+    return found
 
 
 @pytest.mark.thorough

@@ -239,7 +239,7 @@ def joining_for(rows: int, heads: int, group: int, size: int) -> Joining:
     return Joining(1, size, 1 if group * size <= 512 else 4)
 
 
-def _can_depend(x: Tensor) -> bool:
+def can_depend(x: Tensor) -> bool:
     """Returns whether kernels on the tensor's device can begin before the one ahead has ended."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
@@ -252,7 +252,7 @@ def keep(key: Tensor, value: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Non
         k, v: [pages, tokens, heads, D], with equal strides.
         slots: [S] int64 places, S at most B, counted in tokens. -1 for rows that are not used.
     """
-    dependent = _can_depend(key)
+    dependent = can_depend(key)
     assert key.stride()[1:] == value.stride()[1:] and k.stride() == v.stride(), "keys beside values"
     _keep[(len(slots), key.shape[1])](
         key,
@@ -289,7 +289,7 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, *, scale
     tokens, warps = tokens_and_warps(tuning, size)
     joining = joining_for(num_rows, plan.heads, group, size)
     assert k.stride() == v.stride() and k.stride(-1) == q.stride(-1) == out.stride(-1) == 1, "keys beside values"
-    dependent = _can_depend(q)
+    dependent = can_depend(q)
     launch = {"launch_pdl": True} if dependent else {}
     _attend[(plan.programs,)](
         q,

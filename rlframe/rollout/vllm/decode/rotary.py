@@ -1,8 +1,8 @@
 """Norms and rotations of queries and keys in vLLM's attention layers, by one kernel that begins before the one ahead of
 it has ended (Triton, NVIDIA's programmatic dependent launch).
 
-Inductor makes two or three of them, of which those that rotate begin late: 4 microseconds of a layer's 60 in a decode
-step of few sequences of a 1.7 B on an H200 (2026-11-29, by hand). This file can go when vLLM's pass
+Inductor makes two kernels, of which the one that rotates begins late: 4 microseconds of a layer's 82 in a profile of a
+decode step of eight sequences of a 1.7 B on an H200 (2026-11-29, by hand). This file can go when vLLM's pass
 `enable_qk_norm_rope_fusion` has a kernel that begins early.
 """
 
@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
+
+from rlframe.rollout.vllm.attention.kernels import can_depend
 
 HEADS = 4
 """Heads of a program."""
@@ -88,7 +90,7 @@ def rotate(
         query_heads, key_heads: H and K.
     """
     query, key = _shaped(qkv, positions, angles, query_norm, key_norm, query_heads, key_heads, epsilon)
-    size, dependent = angles.shape[1], qkv.is_cuda and torch.cuda.get_device_capability(qkv.device) >= (9, 0)
+    size, dependent = angles.shape[1], can_depend(qkv)
     if len(qkv):
         _rotate[(len(qkv), triton.cdiv(query_heads + key_heads, HEADS))](
             qkv,
@@ -118,14 +120,12 @@ LIBRARY.define(
     "rotate(Tensor qkv, Tensor positions, Tensor angles, Tensor? query_norm, Tensor? key_norm, int query_heads, "
     "int key_heads, float epsilon) -> (Tensor, Tensor)"
 )
-
-
 LIBRARY.impl("rotate", rotate, "CUDA")
 torch.library.register_fake("rlframe::rotate", _shaped, lib=LIBRARY)
 
 
 ROTATES = "rlframe_rotates"
-"""Attribute of an attention layer: whether it norms and rotates by the kernel above."""
+"""Attribute of an attention layer: whether it norms and rotates by the kernel above. A `forward` that can has it."""
 
 
 def install(model: torch.nn.Module) -> None:
@@ -137,7 +137,7 @@ def install(model: torch.nn.Module) -> None:
             continue
         # Found here once: Dynamo follows `forward`.
         setattr(layer, ROTATES, rotates_plainly(layer))
-        if not hasattr(kind.forward, "__wrapped__"):
+        if not hasattr(kind.forward, ROTATES):
             kind.forward = by_one_kernel(kind.forward)
 
 
@@ -184,4 +184,5 @@ def by_one_kernel(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         output, _ = self.o_proj(self.attn(query, key, qkv[:, self.q_size + self.kv_size :]))
         return output
 
+    setattr(forward, ROTATES, True)
     return forward

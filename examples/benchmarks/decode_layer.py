@@ -4,14 +4,16 @@ compute capability 9.0 or newer.
     python examples/benchmarks/decode_layer.py --output result.json
     python examples/benchmarks/decode_layer.py qwen3_1p7b --search
 
-All kernels of a layer run one after the other, as in an engine's CUDA graph: the four products, attention with its
-rotation and cache, and between them what Inductor makes of the norms and the gate. Kernels begin while those ahead of
-them run, so that a product's time depends on its neighbours. Of each model and batch: microseconds of a layer with
-rlframe's products and with cuBLAS's, the least that reading weights, keys and values takes by the read speed of the
-same run, and how far the results are apart. `--search` tries other tiles, product after product.
+All kernels of a layer run one after the other, as in an engine's CUDA graph: attention with its rotation and cache, and
+what lies between two attentions, either as one kernel, or as four products with what Inductor makes of the norms and the
+gate. Kernels begin while those ahead of them run, so that a product's time depends on its neighbours. Of each model and
+batch: microseconds of a layer with the one kernel, with rlframe's products and with cuBLAS's, the least that reading
+weights, keys and values takes by the read speed of the same run, and how far the results are apart. `--search` tries
+other tiles of the products, one after the other.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -33,6 +35,7 @@ from weight_sync import machine
 
 from rlframe.rollout.vllm.attention.kernels import attend, keep
 from rlframe.rollout.vllm.attention.plan import Plan
+from rlframe.rollout.vllm.decode.between.launch import Layer, between
 from rlframe.rollout.vllm.decode.few_rows import Tiles, multiply, tiles_for
 from rlframe.rollout.vllm.decode.rotary import rotate
 
@@ -170,22 +173,42 @@ def gated(x: Tensor) -> Tensor:
     return silu(first) * second
 
 
-def layers(model: Model, step: Step, product: Product) -> Tensor:
-    """Returns what the layers make of a batch."""
-    x, residual = step.x, torch.zeros_like(step.x)
+def attention(model: Model, step: Step, index: int, qkv: Tensor) -> Tensor:
+    """Returns the result of a layer's attention [B, A]."""
     query_heads, heads = model.heads
-    for index, (first, query_norm, key_norm, second) in enumerate(model.norms):
+    _, query_norm, key_norm, _ = model.norms[index]
+    turned = rotate(qkv, step.positions, model.angles, query_norm, key_norm, query_heads, heads, EPSILON)
+    query, key, value = (each.unflatten(1, (-1, model.size)) for each in (*turned, qkv[:, -heads * model.size :]))
+    keys, values = step.caches[index].split(model.size, dim=-1)
+    keep(key, value, keys, values, step.slots)
+    attended = torch.empty_like(query)
+    attend(step.plan, query, keys, values, step.tables, scale=model.size**-0.5, out=attended)
+    return attended.flatten(1)
+
+
+def layers(model: Model, step: Step, product: Product) -> Tensor:
+    """Returns what the layers make of a batch, each product by itself."""
+    x, residual = step.x, torch.zeros_like(step.x)
+    for index, (first, _, _, second) in enumerate(model.norms):
         weights = {name: each[index] for name, each in model.products.items()}
         x, residual = add_norm(x, residual, first)
-        qkv = product(x, weights["qkv"], "qkv")
-        turned = rotate(qkv, step.positions, model.angles, query_norm, key_norm, query_heads, heads, EPSILON)
-        query, key, value = (each.unflatten(1, (-1, model.size)) for each in (*turned, qkv[:, -heads * model.size :]))
-        keys, values = step.caches[index].split(model.size, dim=-1)
-        keep(key, value, keys, values, step.slots)
-        attended = torch.empty_like(query)
-        attend(step.plan, query, keys, values, step.tables, scale=model.size**-0.5, out=attended)
-        x, residual = add_norm(product(attended.flatten(1), weights["output"], "output"), residual, second)
+        attended = attention(model, step, index, product(x, weights["qkv"], "qkv"))
+        x, residual = add_norm(product(attended, weights["output"], "output"), residual, second)
         x = product(gated(product(x, weights["gate_up"], "gate_up")), weights["down"], "down")
+    return x + residual
+
+
+def joined_layers(model: Model, step: Step) -> Tensor:
+    """Returns what the layers make of a batch, with one kernel between two attentions."""
+    products = model.products
+    x, residual = add_norm(step.x, torch.zeros_like(step.x), model.norms[0][0])
+    x = by_tiles(tiles_of(model))(x, products["qkv"][0], "qkv")
+    for index in range(LAYERS):
+        after = index + 1
+        following = (model.norms[after][0], products["qkv"][after]) if after < LAYERS else (None, None)
+        inner = (products["gate_up"][index], products["down"][index])
+        layer = Layer(products["output"][index], model.norms[index][3], *inner, *following, None)
+        x, residual = between(attention(model, step, index, x), residual, layer, EPSILON)
     return x + residual
 
 
@@ -210,20 +233,21 @@ def measured(model: Model, speed: float) -> dict[str, Any]:
     weight_bytes = sum(each[0].nbytes for each in model.products.values())
     for name, case in BATCHES.items():
         step = step_of(case, model)
-        ours, theirs = (layers(model, step, product).float() for product in (by_tiles(tiles), by_cublas))
+        ours, theirs = joined_layers(model, step).float(), layers(model, step, by_cublas).float()
         read = weight_bytes + step.tokens * model.heads[1] * 2 * model.size * 2
         found[name] = {
-            "us": microseconds(model, step, by_tiles(tiles)),
-            "cublas_us": microseconds(model, step, by_cublas),
+            "us": microseconds(functools.partial(joined_layers, model, step)),
+            "products_us": microseconds(functools.partial(layers, model, step, by_tiles(tiles))),
+            "cublas_us": microseconds(functools.partial(layers, model, step, by_cublas)),
             "floor_us": read / speed * 1e6,
             "apart": ((ours - theirs).norm() / theirs.norm()).item(),
         }
     return {"tiles": {name: tuple(each) for name, each in tiles.items()}, "batches": found}
 
 
-def microseconds(model: Model, step: Step, product: Product) -> float:
+def microseconds(run: Callable[[], Tensor]) -> float:
     """Returns those of a layer, the best of three."""
-    return min(seconds(lambda: layers(model, step, product)) for _ in range(3)) / LAYERS * 1e6
+    return min(seconds(run) for _ in range(3)) / LAYERS * 1e6
 
 
 def searched(model: Model) -> dict[str, Any]:
@@ -231,7 +255,8 @@ def searched(model: Model) -> dict[str, Any]:
     steps = [step_of(BATCHES[name], model) for name in SEARCHED]
 
     def mean_us(tiles: dict[str, Tiles]) -> float:
-        return sum(microseconds(model, step, by_tiles(tiles)) for step in steps) / len(steps)
+        runs = [functools.partial(layers, model, step, by_tiles(tiles)) for step in steps]
+        return sum(map(microseconds, runs)) / len(runs)
 
     tiles, found = tiles_of(model), {}
     least = mean_us(tiles)

@@ -106,7 +106,7 @@ class RecordingLoader(DefaultModelLoader):
         own_kernels = multiplies_few_rows(vllm_config) and torch.cuda.get_device_capability() >= MEASURED
         if own_kernels:
             # They need Triton, which an engine on a CPU may lack.
-            from rlframe.rollout.vllm.decode import few_rows, rotary
+            from rlframe.rollout.vllm.decode import few_rows, joined, rotary
 
             few_rows.install()
         self._drafts = model_config.runner_type == DRAFT
@@ -117,6 +117,7 @@ class RecordingLoader(DefaultModelLoader):
         model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
         if own_kernels:
             rotary.install(model)
+            joined.install(model, vllm_config)
         recorded = self._layout
         if self._layout is not None and (changed := moved(self._places, places(weights(model)), engine="vLLM")):
             self._layout, self._refusal = None, changed

@@ -174,15 +174,24 @@ def by_one_kernel(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not getattr(self, ROTATES, False) or positions.ndim != 1:
             return own(self, positions, hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
-        norms, epsilon = (None, None), 0.0
-        if has_norms(self):
-            norms, epsilon = (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon
-        angles = self.rotary_emb.cos_sin_cache
-        query, key = torch.ops.rlframe.rotate(
-            qkv, positions, angles, *norms, self.num_heads, self.num_kv_heads, epsilon
-        )
-        output, _ = self.o_proj(self.attn(query, key, qkv[:, self.q_size + self.kv_size :]))
+        output, _ = self.o_proj(attended(self, positions, qkv))
         return output
 
     setattr(forward, ROTATES, True)
     return forward
+
+
+def attended(layer: Any, positions: Tensor, qkv: Tensor) -> Tensor:
+    """Returns the result [B, H * D] of an attention layer that can rotate by the kernel above, before its last product.
+
+    Args:
+        positions: [B] int64.
+        qkv: [B, (H + 2 K) * D] queries, keys and values.
+    """
+    norms, epsilon = (None, None), 0.0
+    if has_norms(layer):
+        norms, epsilon = (layer.q_norm.weight, layer.k_norm.weight), layer.q_norm.variance_epsilon
+    query, key = torch.ops.rlframe.rotate(
+        qkv, positions, layer.rotary_emb.cos_sin_cache, *norms, layer.num_heads, layer.num_kv_heads, epsilon
+    )
+    return layer.attn(query, key, qkv[:, layer.q_size + layer.kv_size :])

@@ -51,7 +51,10 @@ def models(folder: Path) -> tuple[Any, Any]:
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if type(method).__name__ == "UnquantizedLinearMethod":
+            weight = module.weight
             method.process_weights_after_loading(module)
+            # vLLM packs weights on a CPU, and leaves none.
+            module.weight = weight
     return model, config
 
 

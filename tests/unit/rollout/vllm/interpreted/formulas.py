@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, silu
 
 
 def normed_and_rotated(
@@ -28,3 +28,26 @@ def normed_and_rotated(
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).flatten(1)
 
     return rotated(query), rotated(key)
+
+
+def between_attentions(
+    attended: Tensor,
+    residual: Tensor,
+    output: Tensor,
+    norm: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    next_norm: Tensor | None,
+    next_product: Tensor | None,
+    bias: Tensor | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """What `rlframe::between` returns, in the numbers' own type."""
+    middle = attended @ output.T + residual
+    gate, up = (rms_norm(middle, norm.shape, norm, epsilon) @ gate_up.T).chunk(2, -1)
+    result = (silu(gate) * up) @ down.T
+    if next_norm is None or next_product is None:
+        return result, middle
+    total = result + middle
+    product = rms_norm(total, next_norm.shape, next_norm, epsilon) @ next_product.T
+    return product if bias is None else product + bias, total

@@ -1,0 +1,1 @@
+"""What a decode step of few rows computes between two attentions, as one kernel."""

@@ -1,0 +1,201 @@
+"""Compiles and launches `kernel.cu` (NVRTC and the driver, by NVIDIA's cuda-bindings, on which torch depends)."""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS = 16
+"""Most rows of a launch. Up to 8 have a kernel of their own."""
+TILE, DEPTH, WARPS, LOADERS = 16, 512, 8, 4
+"""Of kernel.cu, for which tests compare them."""
+MOST_HIDDEN = 4096
+"""Most numbers of a row between layers: a thread that norms holds a 32nd of them."""
+SOURCE = Path(__file__).with_name("kernel.cu")
+
+_POINTERS = (
+    "attended", "residual", "output", "norm", "gate_up", "down", "next_norm", "next", "bias",
+    "middle", "gated", "result", "residual_out", "arrived",
+)  # fmt: skip
+_NUMBERS = ("rows", "attended_row", "heads", "inner", "columns")
+
+
+class _Step(ctypes.Structure):
+    """Of kernel.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int) for name in _NUMBERS),
+        ("epsilon", ctypes.c_float),
+        ("nothing", ctypes.c_uint),
+    )
+
+
+class Layer(NamedTuple):
+    """Weights between two attentions, contiguous bfloat16."""
+
+    output: Tensor
+    """[H, A]: of the product that ends the first attention."""
+    norm: Tensor
+    """[H]"""
+    gate_up: Tensor
+    """[2 I, H]"""
+    down: Tensor
+    """[H, I]"""
+    next_norm: Tensor | None
+    """[H]. None after the last attention."""
+    next: Tensor | None
+    """[N, H]: of the product that begins the next attention."""
+    bias: Tensor | None
+    """[N], if that product has one."""
+
+
+class Kernel(NamedTuple):
+    """A kernel on a device."""
+
+    function: Any
+    shared_bytes: int
+    """Of a program."""
+    programs: int
+    """As many as the device has multiprocessors: all of them must run at the same time."""
+    arrived: Tensor
+    """Counter of the programs that have arrived at a meeting."""
+
+
+def takes(layer: Layer) -> bool:
+    """Returns whether there is a kernel for weights: all bfloat16 and contiguous, with numbers of a row that are
+    multiples of DEPTH, and rows of TILE."""
+    present = [tensor for tensor in layer if tensor is not None]
+    hidden, heads = layer.output.shape
+    inner = layer.down.shape[1]
+    columns = 0 if layer.next is None else len(layer.next)
+    return (
+        hidden <= MOST_HIDDEN
+        and not any(number % DEPTH for number in (hidden, heads, inner))
+        and columns % TILE == 0
+        and all(tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in present)
+    )
+
+
+def stages_for(hidden: int, eights: int, limit: int) -> int:
+    """Returns the most slots of the ring for which the shared memory of a program is at most `limit` bytes.
+
+    Args:
+        hidden: numbers of a row between layers.
+        eights: eights of rows.
+    """
+    return (limit - shared_bytes(hidden, eights, 0)) // (
+        shared_bytes(hidden, eights, 1) - shared_bytes(hidden, eights, 0)
+    )
+
+
+def shared_bytes(hidden: int, eights: int, stages: int) -> int:
+    """Returns the bytes of a program's shared memory: ring, normed rows, two buffers of sums, barriers, a flag."""
+    ring = stages * TILE * (DEPTH * 2 + 64)
+    normed = 8 * eights * (hidden * 2 + 64)
+    sums = 2 * WARPS * TILE * (8 * eights + 1) * 4
+    return ring + normed + sums + 2 * stages * 8 + 8
+
+
+@functools.cache
+def kernel_for(device: torch.device, hidden: int, eights: int) -> Kernel:
+    """Returns the kernel for rows of `hidden` numbers, up to 8 * `eights` of them, compiled at the first call.
+
+    Not to be called first while a CUDA graph is captured.
+    """
+    from cuda.bindings import driver
+
+    properties = torch.cuda.get_device_properties(device)
+    stages = stages_for(hidden, eights, properties.shared_memory_per_block_optin)
+    with torch.cuda.device(device):
+        module = _checked(driver.cuModuleLoadData(compiled(properties, HIDDEN=hidden, EIGHTS=eights, STAGES=stages)))
+        function = _checked(driver.cuModuleGetFunction(module, b"between"))
+        size, attribute = shared_bytes(hidden, eights, stages), driver.CUfunction_attribute
+        _checked(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size))
+        return Kernel(function, size, properties.multi_processor_count, _counter(device))
+
+
+@functools.cache
+def _counter(device: torch.device) -> Tensor:
+    """Returns the device's counter. Launches follow one another, each with all programs."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def compiled(properties: Any, **constants: int) -> bytes:
+    """Returns the code of `kernel.cu` for a device.
+
+    Args:
+        properties: of `torch.cuda.get_device_properties`.
+    """
+    from cuda.bindings import nvrtc
+
+    program = _checked(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], []))
+    options = [f"--gpu-architecture=sm_{properties.major}{properties.minor}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in constants.items()]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"NVRTC cannot compile {SOURCE.name} with {constants}: {log.decode()}")
+    code = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return bytes(code)
+
+
+def _checked(results: tuple[Any, ...]) -> Any:
+    """Returns what a function of the driver or NVRTC returned beside its status.
+
+    Raises:
+        RuntimeError: the status is an error.
+    """
+    status, *rest = results
+    if int(status):
+        raise RuntimeError(f"the CUDA driver or NVRTC failed: {status!r}")
+    return rest[0] if rest else None
+
+
+def between(attended: Tensor, residual: Tensor, layer: Layer, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Returns what the next attention begins with [B, N], and the new residual [B, H].
+
+    After the last attention: the result of the layer [B, H], and the residual without it.
+
+    Args:
+        attended: [B, A] result of an attention, each row contiguous, B at most ROWS.
+        residual: [B, H] contiguous.
+        epsilon: of both norms.
+    """
+    from cuda.bindings import driver
+
+    (rows, hidden), inner = residual.shape, layer.down.shape[1]
+    kernel = kernel_for(residual.device, hidden, 1 if rows <= 8 else 2)
+    columns = 0 if layer.next is None else len(layer.next)
+    middle, gated = torch.empty_like(residual), residual.new_empty(rows, inner)
+    result, residual_out = residual.new_empty(rows, columns or hidden), torch.empty_like(residual)
+    tensors = (attended, residual, *layer, middle, gated, result, residual_out, kernel.arrived)
+    step = _Step(
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        rows, attended.stride(0), attended.shape[1], inner, columns, epsilon, 0,
+    )  # fmt: skip
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(step))
+    _checked(driver.cuLaunchKernelEx(_launch(kernel), kernel.function, ctypes.addressof(arguments), 0))
+    return result, residual_out
+
+
+def _launch(kernel: Kernel) -> Any:
+    """Returns the configuration of a launch on the current stream, which begins before the kernel ahead has ended."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    launch = driver.CUlaunchConfig()
+    launch.gridDimX, launch.gridDimY, launch.gridDimZ = kernel.programs, 1, 1
+    launch.blockDimX, launch.blockDimY, launch.blockDimZ = (WARPS + LOADERS) * 32, 1, 1
+    launch.sharedMemBytes = kernel.shared_bytes
+    launch.hStream = torch.cuda.current_stream().cuda_stream
+    launch.attrs, launch.numAttrs = [attribute], 1
+    return launch

@@ -5,8 +5,8 @@ compute capability 9.0 or newer.
     python examples/benchmarks/decode_layer.py qwen3_1p7b --search
 
 All kernels of a layer run one after the other, as in an engine's CUDA graph: attention with its rotation and cache, and
-what lies between two attentions, either as one kernel, or as four products with what Inductor makes of the norms and the
-gate. Kernels begin while those ahead of them run, so that a product's time depends on its neighbours. Of each model and
+what lies between two attentions, either as one kernel, or as four products with what Inductor makes of norms and gate.
+Kernels begin while those ahead of them run, so that a product's time depends on its neighbours. Of each model and
 batch: microseconds of a layer with the one kernel, with rlframe's products and with cuBLAS's, the least that reading
 weights, keys and values takes by the read speed of the same run, and how far the results are apart. `--search` tries
 other tiles of the products, one after the other.

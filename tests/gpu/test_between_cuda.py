@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -58,23 +58,24 @@ def operation() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shape", [SMALL, MIDDLE, UNEVEN, WIDE])
-# 17 and more are left to several kernels.
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 300])
+# 9 and more are left to several kernels.
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 17, 300])
 @pytest.mark.parametrize(("last", "bias"), [(False, False), (False, True), (True, False)])
 def test_the_operation_computes_the_formula(shape: Shape, rows: int, last: bool, bias: bool) -> None:
     arguments = case(shape, rows, last=last, bias=bias)
     found = torch.ops.rlframe.between(*arguments, EPSILON)
     wide = [None if each is None else each.double() for each in arguments]
-    for got, wanted in zip(found, between_attentions(*wide, EPSILON), strict=True):  # pyright: ignore[reportArgumentType]
+    formula: Any = between_attentions
+    for got, wanted in zip(found, formula(*wide, EPSILON), strict=True):
         # bfloat16 has 8 bits: roundings of 5 steps one after the other.
         assert (got.double() - wanted).norm() / wanted.norm() < 8e-3
         torch.testing.assert_close(got.double(), wanted, atol=0.06, rtol=0.03)
 
 
 @pytest.mark.parametrize("shape", [MIDDLE, UNEVEN])
-@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("rows", [1, 8])
 def test_what_is_computed_again_is_the_same(shape: Shape, rows: int) -> None:
-    """Copies to slots that were not read yet made it differ in one of four launches of 16 rows."""
+    """Copies to slots that were not read yet made it differ in one of four launches."""
     arguments, cold = case(shape, rows), torch.zeros(1 << 26, device="cuda")
     expected = [each.clone() for each in torch.ops.rlframe.between(*arguments, EPSILON)]
     for number in range(150):
@@ -89,7 +90,7 @@ def test_a_captured_chain_reads_what_the_kernel_ahead_has_written() -> None:
 
     layers = [case(MIDDLE._replace(columns=2048), 8) for _ in range(6)]
 
-    def chain() -> Tensor:
+    def chain() -> Any:
         attended, residual, *_ = layers[0]
         for _, _, *weights in layers * 4:
             attended, residual = torch.ops.rlframe.between(attended, residual, *weights, EPSILON)

@@ -277,19 +277,21 @@ class Plan:
             logsumexps=torch.zeros(num_slots, query_heads, device=device),
         )
 
-    def fill(self, tables: Tensor, lengths: Tensor, *, regroup: bool = True) -> None:
+    def fill(self, tables: Tensor | None, lengths: Tensor, *, regroup: bool = True) -> None:
         """Makes the items of a step.
 
         Args:
-            tables: [B, P] int32 numbers of each sequence's pages.
+            tables: [B, P] int32 numbers of each sequence's pages. None if the rows are not regrouped.
             lengths: [B] int32 tokens of each sequence, its last one included; 0 of rows that are not used.
             regroup: False if the rows are those of the step before, one token longer: they share the same pages.
         """
         max_rows = len(self.order)
-        num_rows, block = min(len(lengths), len(tables), max_rows), triton.next_power_of_2(max_rows)
-        sizes = (num_rows, tables.stride(0), tables.shape[1].bit_length())
+        num_rows, block = min(len(lengths), max_rows), triton.next_power_of_2(max_rows)
         grid = (max_rows,)
         if regroup:
+            assert tables is not None, "rows share pages by their tables"
+            num_rows = min(num_rows, len(tables))
+            sizes = (num_rows, tables.stride(0), tables.shape[1].bit_length())
             _find_depths[grid](tables, lengths, self.depths, *sizes, PAGE=self.page, BLOCK=block)
             _find_groups[grid](tables, lengths, self.depths, self.groups, *sizes, PAGE=self.page, BLOCK=block)
         _make_items[grid](

@@ -156,7 +156,7 @@ LIBRARY = torch.library.Library("rlframe", "FRAGMENT")
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x @ weight.T + bias on a GPU, by the kernel above if x has few rows."""
     flat = x.view(-1, x.shape[-1]) if x.is_contiguous() else x
     if flat.ndim != 2 or flat.shape[0] > ROWS or flat.stride(-1) != 1 or not weight.is_contiguous():
@@ -167,11 +167,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _shaped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns a tensor of the shape that `_linear` has."""
+    """Returns a tensor of the shape that `product` has."""
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-LIBRARY.impl("linear", _linear, "CUDA")
+LIBRARY.impl("linear", product, "CUDA")
 torch.library.register_fake("rlframe::linear", _shaped, lib=LIBRARY)
 
 
@@ -186,9 +186,9 @@ def install() -> None:
     if own.__module__ == __name__ or envs.VLLM_BATCH_INVARIANT:
         return
 
-    def product(layer: torch.nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    def gemm(layer: torch.nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         columns, depth = weight.shape
         fits = columns <= MOST_COLUMNS and not depth % SMALLEST and weight.dtype in HALVES and x.dtype == weight.dtype
         return torch.ops.rlframe.linear(x, weight, bias) if fits else own(layer, x, weight, bias)
 
-    utils.default_unquantized_gemm = product
+    utils.default_unquantized_gemm = gemm

@@ -77,8 +77,7 @@ def _join(layers: list[Any]) -> None:
     norm = layers[0].input_layernorm.weight
     if norm.is_cuda:
         # Compiled now: nothing may be while CUDA graphs are captured.
-        for eights in (1, 2):
-            kernel_for(norm.device, len(norm), eights)
+        kernel_for(norm.device, len(norm))
 
 
 def weights(layer: Any, after: tuple[Any, ...]) -> Layer:

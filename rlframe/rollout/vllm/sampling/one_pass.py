@@ -75,10 +75,14 @@ def over(base: Any) -> Any:
             self._rows = input_batch.idx_mapping_np
             if not self.plain[self._rows].all() or len(logits) != len(self._rows):
                 return super().__call__(logits, input_batch, *args, **kwargs)
-            result, logprobs = self.one_pass.sample(logits, input_batch)
+            choice = self.one_pass.choice(input_batch)
+            return self.recorded(input_batch, *self.one_pass.choose(logits, input_batch, choice))
+
+        def recorded(self, input_batch: Any, tokens: Tensor, logprobs: Tensor) -> Any:
+            """Returns vLLM's SamplerOutput of the tokens of a batch, which are recorded."""
             if len(self.record):
-                record_second(self, input_batch, result.sampled_token_ids[:, 0], logprobs)
-            return result
+                record_second(self, input_batch, tokens, logprobs)
+            return self.one_pass.output(input_batch, tokens)
 
         def _draw(self, logits: Tensor, expanded_idx_mapping: Tensor, *args: Any, **_: Any) -> Any:
             # The arguments of vLLM's `Sampler.sample`: slots on the host, places, tokens, places in a draft.
@@ -117,36 +121,44 @@ class OnePass:
                 self._draw(logits, slots, slots, stops=stops, divides=divides)
         self.draw(logits.float(), slots, slots.long())
 
-    def sample(self, logits: Float[Tensor, "B V"], input_batch: Any) -> tuple[Any, Float[Tensor, " B"]]:
-        """Returns vLLM's SamplerOutput, and [B] logprobs.
+    def choice(self, input_batch: Any) -> tuple[Stops | None, bool]:
+        """Returns the tokens that requests of a batch may not sample yet, None if all may, and whether temperatures
+        divide logits."""
+        slots = input_batch.idx_mapping_np
+        lengths = input_batch.seq_lens_cpu_upper_bound.numpy()[: len(slots)]
+        bias = self._sampler.logit_bias_state
+        forbids = (bias.use_logit_bias[slots] & (lengths < bias.min_lens.np[slots])).any()
+        temperatures = self._sampler.sampling_states.temperature.np[slots]
+        divides = bool(((temperatures != 0.0) & (temperatures != 1.0)).any())
+        return self._stops() if forbids else None, divides
+
+    def choose(
+        self, logits: Float[Tensor, "B V"], input_batch: Any, choice: tuple[Stops | None, bool]
+    ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+        """Returns [B] tokens and their logprobs.
 
         Args:
             logits: of plain requests, one row of each.
             input_batch: vLLM's InputBatch.
+            choice: what the method of this name returns for it.
         """
+        stops, divides = choice
+        lengths = input_batch.seq_lens[: len(logits)]
+        return self._draw(logits, input_batch.idx_mapping, lengths, stops=stops, divides=divides)
+
+    def output(self, input_batch: Any, tokens: Int[Tensor, " B"]) -> Any:
+        """Returns vLLM's SamplerOutput of a batch. Rows that are not at the end of their prompts have no token."""
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-        count, slots = len(logits), input_batch.idx_mapping_np
-        lengths = input_batch.seq_lens_cpu_upper_bound.numpy()[:count]
-        bias = self._sampler.logit_bias_state
-        forbids = (bias.use_logit_bias[slots] & (lengths < bias.min_lens.np[slots])).any()
-        temperatures = self._sampler.sampling_states.temperature.np[slots]
-        tokens, logprobs = self._draw(
-            logits,
-            input_batch.idx_mapping,
-            input_batch.seq_lens[:count],
-            stops=self._stops() if forbids else None,
-            divides=bool(((temperatures != 0.0) & (temperatures != 1.0)).any()),
-        )
-        sampled = lengths >= input_batch.prefill_len_np
-        counts = self._all[:count] if sampled.all() else self._upload(sampled)
+        count = len(tokens)
+        sampled = input_batch.seq_lens_cpu_upper_bound.numpy()[:count] >= input_batch.prefill_len_np
         return SamplerOutput(
             sampled_token_ids=tokens[:, None],
             logprobs_tensors=None,
             num_nans=None,
-            num_sampled=counts,
+            num_sampled=self._all[:count] if sampled.all() else self._upload(sampled),
             num_rejected=self._none[:count],
-        ), logprobs
+        )
 
     def draw(
         self, logits: Float[Tensor, "B V"], slots: Int[Tensor, " B"], places: Int[Tensor, " B"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlframe.rollout.vllm.decode.ahead import KEY, STEPS
-from rlframe.rollout.vllm.decode.steady import Steady
+from rlframe.rollout.vllm.decode.steady import LEAST_REPEATS, MOST_CAPTURED, Steady, captures
 
 pytestmark = [
     pytest.mark.engine,
@@ -74,7 +74,7 @@ class Runner:
     def __init__(self) -> None:
         self.num_speculative_steps, self.use_dcp, self.use_pp, self.pcp_manager = 0, False, False, None
         self.model_config = SimpleNamespace(rswa_window=None)
-        whole = {"dtype": torch.int32}
+        whole: Any = {"dtype": torch.int32}
         self.req_states = SimpleNamespace(
             num_computed_tokens=SimpleNamespace(gpu=torch.zeros(SLOTS, **whole)),
             num_computed_tokens_np=np.zeros(SLOTS, dtype=np.int32),
@@ -88,7 +88,14 @@ class Runner:
         self.starts = torch.zeros(SLOTS + 1, **whole)
         self.block_tables = Tables()
         self.model_state = SimpleNamespace(prepare_attn=self.make_metadata)
-        self.prepared = self.metadata = self.step = 0
+        self.prepared = self.metadata = self.step = self.sampled = 0
+        # The sampler and the head of the model: a token is the step's number and the slot.
+        self.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+        self.sampler = SimpleNamespace(
+            plain=np.array([True] * (SLOTS - 1) + [False]),
+            one_pass=self,
+            recorded=lambda batch, tokens, _: self.output(batch, tokens),
+        )
 
     def prepare_inputs(self, output: Any, shape: Any) -> Batch:
         self.prepared += 1
@@ -143,10 +150,32 @@ class Runner:
         read |= {"rows": batch.logits_indices, "bound": batch.seq_lens_cpu_upper_bound}
         found = {name: each.tolist() for name, each in read.items()}
         found |= {"computed": batch.num_computed_tokens_np.tolist(), "names": batch.req_ids}
-        rows, counts = batch.idx_mapping.long(), torch.tensor(list(output.num_scheduled_tokens.values()))
-        self.req_states.num_computed_tokens.gpu[rows] += counts.int()
-        self.req_states.last_sampled_tokens[rows] = 100 * self.step + rows.int()
-        return found
+        self.counts = torch.tensor(list(output.num_scheduled_tokens.values()))
+        result, *numbers = self.sample(torch.arange(64), batch, None)
+        self.postprocess_sampled(batch.idx_mapping, result.sampled_token_ids, *numbers, batch.query_start_loc)
+        return found | {"tokens": result.sampled_token_ids.tolist()}
+
+    def sample(self, hidden: Any, batch: Batch, grammar: None) -> Any:
+        self.sampled += 1
+        result = self.output(batch, self.choose(hidden[batch.logits_indices], batch, self.choice(batch))[0])
+        return result, result.num_sampled, result.num_rejected
+
+    def choice(self, batch: Batch) -> tuple[Any, bool]:
+        """Changes with lengths, as tokens that may not be sampled yet."""
+        return ("stops" if (batch.seq_lens_cpu_upper_bound[: batch.num_reqs] < 12).any() else None), False
+
+    def choose(self, logits: Any, batch: Batch, choice: tuple[Any, bool]) -> tuple[Any, Any]:
+        lengths = batch.seq_lens[: len(logits)]
+        forbidden = 7 if choice[0] and (lengths < 12).any() else 0
+        return 100 * self.step + 10 * lengths + logits + forbidden + batch.idx_mapping, torch.zeros(len(logits))
+
+    def output(self, batch: Batch, tokens: Any) -> Any:
+        ones = torch.ones(len(tokens))
+        return SimpleNamespace(sampled_token_ids=tokens[:, None], num_sampled=ones, num_rejected=ones - 1)
+
+    def postprocess_sampled(self, rows: Any, tokens: Any, *_: Any) -> None:
+        self.req_states.num_computed_tokens.gpu[rows.long()] += self.counts.int()
+        self.req_states.last_sampled_tokens[rows.long()] = tokens[:, 0].int()
 
     def follow(self, output: Any) -> None:
         """Takes new requests, pages and positions, as vLLM does before it prepares a step."""
@@ -210,6 +239,22 @@ def decided(drawn: random.Random, steps: int) -> Iterator[tuple[Any, int, bool]]
             ), SLOTS if drawn.random() < 0.97 else len(counts), drawn.random() < 0.02  # fmt: skip
 
 
+class Again:
+    """In the place of CUDA graphs: what is captured does nothing yet, and is run anew each time."""
+
+    def __init__(self) -> None:
+        self.captured = self.launched = 0
+
+    def capture(self, run: Any) -> Any:
+        self.captured += 1
+
+        def replay() -> Any:
+            self.launched += 1
+            return run()
+
+        return replay
+
+
 def test_steps_read_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu import input_batch
 
@@ -221,29 +266,65 @@ def test_steps_read_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(input_batch, "prepare_pos_seq_lens", move)
     monkeypatch.setattr(input_batch, "combine_sampled_and_draft_tokens", combine)
-    filled: dict[str, list[Any]] = {"own": [], "steady": []}
+    filled: dict[str, list[Any]] = {"own": [], "steady": [], "captured": []}
     runners: dict[str, Any] = {name: Runner() for name in filled}
     groups: dict[str, Any] = {}
     for name, calls in filled.items():
 
         def fill(tables: Any, lengths: Any, *, regroup: bool = True, calls: list[Any] = calls) -> None:
-            calls.append((tables.tolist(), lengths.tolist(), regroup))
+            assert (tables is not None) is regroup
+            calls.append((lengths.tolist(), regroup))
 
         plan = SimpleNamespace(fill=fill)
         groups[name] = [[SimpleNamespace(get_metadata_builder=lambda _, plan=plan: plan)]]
     monkeypatch.setattr(backend, "plan_of", lambda builder, metadata=None: builder)
+    graphs: Any = Again()
     Steady(runners["steady"]).install()
+    Steady(runners["captured"], graphs).install()
     for output, shape, dummy in decided(random.Random(0), 600):
         found = {}
         for name, runner in runners.items():
             if dummy:
                 runner.execute_model(None, 0, dummy_run=True)
             found[name] = runner.execute_model(output, shape, groups=groups[name])
-        assert found["steady"] == found["own"]
-    assert [each[:2] for each in filled["steady"]] == [each[:2] for each in filled["own"]]
-    own, steady = runners["own"], runners["steady"]
-    assert sum(not each[2] for each in filled["steady"]) == own.metadata - steady.metadata > own.metadata // 2
+        assert found["steady"] == found["captured"] == found["own"]
+    own, steady, captured = runners.values()
+    for name in ("steady", "captured"):
+        assert [each[0] for each in filled[name]] == [each[0] for each in filled["own"]]
+    assert sum(not each[1] for each in filled["steady"]) == own.metadata - steady.metadata > own.metadata // 2
     assert steady.prepared < own.prepared // 2 and steady.block_tables.gathered < own.block_tables.gathered
+    # A run of steps that repeat is captured once, and its end again where the choice changes or a request is not plain.
+    assert (captured.prepared, captured.metadata) == (steady.prepared, steady.metadata)
+    assert graphs.launched > 2 * graphs.captured > 0
+    assert steady.sampled == own.sampled > captured.sampled > own.sampled - graphs.launched
+
+
+def test_steps_of_many_requests_are_not_captured() -> None:
+    steady = Steady(Runner(), graphs := Again())  # pyright: ignore[reportArgumentType]
+    steady._times, steady._metadata = LEAST_REPEATS, object()
+    for count, captured in ((MOST_CAPTURED, True), (MOST_CAPTURED + 1, False)):
+        steady._batch = SimpleNamespace(num_reqs=count)
+        assert steady._may_capture() is captured
+    assert not graphs.captured
+
+
+@pytest.mark.parametrize(
+    ("change", "known"),
+    [
+        ({}, True),
+        ({"lora_config": 1}, False),
+        ({"world_size": 2}, False),
+        ({"device": "cpu"}, False),
+        ({"sampler": 1}, False),
+    ],
+)
+def test_runners_whose_steps_are_captured(change: dict[str, Any], known: bool) -> None:
+    own = {"lora_config": None, "world_size": 1, "device": "cuda", "sampler": SimpleNamespace(one_pass=1)} | change
+    config = SimpleNamespace(
+        lora_config=own["lora_config"], parallel_config=SimpleNamespace(world_size=own["world_size"])
+    )
+    runner = SimpleNamespace(vllm_config=config, device=torch.device(own["device"]), sampler=own["sampler"])
+    assert captures(runner) is known
 
 
 @pytest.mark.parametrize(

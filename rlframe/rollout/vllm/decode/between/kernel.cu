@@ -1,4 +1,4 @@
-// What a decode step of up to 8 * EIGHTS rows computes between two attentions of a dense model, in one launch: the
+// What a decode step of up to 8 rows computes between two attentions of a dense model, in one launch: the
 // product that ends the first, norm, gate and up, down, norm, and the product that begins the second.
 //
 // Each program is a block of threads, and there are no more of them than multiprocessors, so that all run at the same
@@ -7,28 +7,23 @@
 // for no result. WARPS warps multiply. So while all programs wait for the last result of a product, the weights of the
 // next ones arrive, and the memory never idles for long.
 //
-// Compiled by NVRTC with HIDDEN (numbers of a row between layers), EIGHTS and STAGES (slots of the ring). Numbers are
-// bfloat16, sums float32.
+// Compiled by NVRTC with HIDDEN (numbers of a row between layers) and STAGES (slots of the ring). Numbers are bfloat16,
+// sums float32.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-#ifndef UNDER_WAY
-#define UNDER_WAY 4       // slots that are asked for at the same time
-#endif
-#ifndef UNDER_WAY_WAITING
-#define UNDER_WAY_WAITING 2    // the same while the program waits for others, whose messages would stand in line
-#endif
-
-constexpr int ROWS = 8 * EIGHTS;
+constexpr int ROWS = 8;
 constexpr int TILE = 16;                      // rows of weights in a slot
 constexpr int DEPTH = 512;                    // numbers of each of them
 constexpr int LOADERS = 4;
 constexpr int MINE = TILE / LOADERS;          // rows of a loader
 constexpr int WARPS = 8;                      // each multiplies DEPTH / WARPS numbers of all rows of a slot
 constexpr int HALVES = DEPTH / WARPS / 32;
-constexpr int AHEAD = EIGHTS == 1 ? 6 : 4;    // slots for which activations are asked for ahead, an even number
+constexpr int AHEAD = 6;                      // slots for which activations are asked for ahead, an even number
+constexpr int UNDER_WAY = 4;                  // slots that are asked for at the same time
+constexpr int WAITING = 2;                    // the same while the program waits for others: messages stand in line
 constexpr int LINE = DEPTH * 2 + 64;          // bytes of a row in a slot: eight threads find theirs in different banks
 constexpr int SLOT = TILE * LINE;
 constexpr int NORMED = HIDDEN * 2 + 64;       // bytes of a normed row
@@ -138,7 +133,7 @@ __device__ void load(const Step &step, u32 ring, u32 full, u32 empty, const vola
             const u16 *from = p.weight + (u64)row * p.depth;
             for (int begin = 0; begin < p.depth; begin += DEPTH) {
                 // With everything asked for at once, what is needed first would arrive with what is needed last.
-                while (under_way >= (*waiting ? UNDER_WAY_WAITING : UNDER_WAY)) {
+                while (under_way >= (*waiting ? WAITING : UNDER_WAY)) {
                     wait(full + behind * 8, parity_behind);
                     if (++behind == STAGES) behind = 0, parity_behind ^= 1;
                     under_way--;
@@ -203,31 +198,24 @@ __device__ __forceinline__ void multiply(float *sums, u32 a, u32 b, u32 c, u32 d
 // Adds the products of a warp's part of a slot with activations. Threads hold eight numbers beside each other of a row
 // of weights and of one of activations. Tensor cores expect others, but the same ones of both, and the order of a sum's
 // terms is free.
-__device__ __forceinline__ void add(const Weights &w, const uint4 (*x)[HALVES], float (*sums)[EIGHTS][4]) {
+__device__ __forceinline__ void add(const Weights &w, const uint4 *x, float (*sums)[4]) {
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
-#pragma unroll
-        for (int eight = 0; eight < EIGHTS; eight++) {
-            uint4 u = w.upper[half], l = w.lower[half], b = x[eight][half];
-            multiply(sums[0][eight], u.x, l.x, u.y, l.y, b.x, b.y);
-            multiply(sums[1][eight], u.z, l.z, u.w, l.w, b.z, b.w);
-        }
+        uint4 u = w.upper[half], l = w.lower[half], b = x[half];
+        multiply(sums[0], u.x, l.x, u.y, l.y, b.x, b.y);
+        multiply(sums[1], u.z, l.z, u.w, l.w, b.z, b.w);
     }
 }
 
 // Sums of a tile with activations in global memory. Each slot is read while the one before it is multiplied.
 __device__ __forceinline__ void sums_with(Ring &ring, const u16 *x, int x_row, int rows, int depth,
-                                          float (*sums)[EIGHTS][4], u32 nothing, int warp, int lane) {
-    uint4 ahead[AHEAD][EIGHTS][HALVES];
+                                          float (*sums)[4], u32 nothing, int warp, int lane) {
+    uint4 ahead[AHEAD][HALVES];
     const u16 *mine = x + (u64)(lane / 4) * x_row + warp * (DEPTH / WARPS) + lane % 4 * 8;
-    auto ask = [&](uint4(*to)[HALVES], int begin) {
+    auto ask = [&](uint4 *to, int begin) {
 #pragma unroll
-        for (int eight = 0; eight < EIGHTS; eight++)
-#pragma unroll
-            for (int half = 0; half < HALVES; half++)
-                to[eight][half] = begin < depth && eight * 8 + lane / 4 < rows
-                    ? far(mine + (u64)eight * 8 * x_row + begin + half * 32)
-                    : uint4{0, 0, 0, 0};
+        for (int half = 0; half < HALVES; half++)
+            to[half] = begin < depth && lane / 4 < rows ? far(mine + begin + half * 32) : uint4{0, 0, 0, 0};
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) ask(ahead[i], i * DEPTH);
@@ -252,19 +240,15 @@ __device__ __forceinline__ void sums_with(Ring &ring, const u16 *x, int x_row, i
 }
 
 // Sums of a tile with the normed rows.
-__device__ __forceinline__ void sums_with_normed(Ring &ring, u32 x, float (*sums)[EIGHTS][4], u32 nothing, int warp,
-                                                 int lane) {
+__device__ __forceinline__ void sums_with_normed(Ring &ring, u32 x, float (*sums)[4], u32 nothing, int warp, int lane) {
     x += lane / 4 * NORMED + warp * (DEPTH / WARPS * 2) + lane % 4 * 16;
     Weights w[2];
-    uint4 b[2][EIGHTS][HALVES];
+    uint4 b[2][HALVES];
     constexpr int SLOTS = HIDDEN / DEPTH;
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
 #pragma unroll
-        for (int eight = 0; eight < EIGHTS; eight++)
-#pragma unroll
-            for (int half = 0; half < HALVES; half++)
-                b[i % 2][eight][half] = near(x + eight * 8 * NORMED + i * DEPTH * 2 + half * 64);
+        for (int half = 0; half < HALVES; half++) b[i % 2][half] = near(x + i * DEPTH * 2 + half * 64);
         fetch(ring, w[i % 2], warp, lane);
         if (i) add(w[(i + 1) % 2], b[(i + 1) % 2], sums);
         release(ring, w[i % 2], nothing, lane);
@@ -274,39 +258,37 @@ __device__ __forceinline__ void sums_with_normed(Ring &ring, u32 x, float (*sums
 
 // -- between products
 
-// Norms rows into shared memory, each warp rows of its own. Rounds as vLLM's fused_add_rms_norm, but that the sum which
+// Norms rows into shared memory, each warp one. Rounds as vLLM's fused_add_rms_norm, but that the sum which
 // is normed is rounded, too.
-__device__ void norm(const Step &step, const u16 *x, const u16 *weight, char *to, int warp, int lane) {
+__device__ void norm(const Step &step, const u16 *x, const u16 *weight, char *to, int row, int lane) {
+    static_assert(ROWS == WARPS, "a row for each warp");
+    uint4 v[VECTORS];
+    float square = 0.f;
 #pragma unroll
-    for (int row = warp; row < ROWS; row += WARPS) {
-        uint4 v[VECTORS];
-        float square = 0.f;
+    for (int i = 0; i < VECTORS; i++)
+        v[i] = row < step.rows ? far(x + row * HIDDEN + (i * 32 + lane) * 8) : uint4{0, 0, 0, 0};
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++)
-            v[i] = row < step.rows ? far(x + row * HIDDEN + (i * 32 + lane) * 8) : uint4{0, 0, 0, 0};
+    for (int i = 0; i < VECTORS; i++) {
+        const u32 *pair = &v[i].x;
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            const u32 *pair = &v[i].x;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                float low = wide(pair[j] & 0xffff), high = wide(pair[j] >> 16);
-                square += low * low + high * high;
-            }
+        for (int j = 0; j < 4; j++) {
+            float low = wide(pair[j] & 0xffff), high = wide(pair[j] >> 16);
+            square += low * low + high * high;
         }
+    }
 #pragma unroll
-        for (int other = 16; other; other /= 2) square += __shfl_xor_sync(~0u, square, other);
-        float scale = rsqrtf(square / HIDDEN + step.epsilon);
+    for (int other = 16; other; other /= 2) square += __shfl_xor_sync(~0u, square, other);
+    float scale = rsqrtf(square / HIDDEN + step.epsilon);
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            uint4 w = __ldg((const uint4 *)(weight + (i * 32 + lane) * 8));
-            u32 *pair = &v[i].x;
-            const u32 *factor = &w.x;
+    for (int i = 0; i < VECTORS; i++) {
+        uint4 w = __ldg((const uint4 *)(weight + (i * 32 + lane) * 8));
+        u32 *pair = &v[i].x;
+        const u32 *factor = &w.x;
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-                pair[j] = narrow(rounded(wide(pair[j] & 0xffff) * scale) * wide(factor[j] & 0xffff),
-                                 rounded(wide(pair[j] >> 16) * scale) * wide(factor[j] >> 16));
-            *(uint4 *)(to + row * NORMED + (i * 32 + lane) * 16) = v[i];
-        }
+        for (int j = 0; j < 4; j++)
+            pair[j] = narrow(rounded(wide(pair[j] & 0xffff) * scale) * wide(factor[j] & 0xffff),
+                             rounded(wide(pair[j] >> 16) * scale) * wide(factor[j] >> 16));
+        *(uint4 *)(to + row * NORMED + (i * 32 + lane) * 16) = v[i];
     }
     together();
 }
@@ -391,7 +373,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + LOADERS) * 32, 1) between(
         int first = ((int)blockIdx.x + before) % (int)gridDim.x;
         before += gridDim.x - p.tiles % gridDim.x;
         for (int tile = first; tile < p.tiles; tile += gridDim.x, tiles++) {
-            float sums[2][EIGHTS][4] = {}, held = 0.f;
+            float sums[2][4] = {}, held = 0.f;
             int row, col;
             if (number % 2 == 0 && finishes(step, TILE, row, col))
                 held = far_number((number ? step.middle : step.residual) + row * HIDDEN + tile * TILE + col);
@@ -404,11 +386,8 @@ extern "C" __global__ void __launch_bounds__((WARPS + LOADERS) * 32, 1) between(
             // Two buffers in turn: a warp may write the next tile's sums while another still reads these.
             float *buffer = shares + tiles % 2 * WARPS * SHARE, *mine = buffer + warp * SHARE;
 #pragma unroll
-            for (int eight = 0; eight < EIGHTS; eight++)
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    mine[(lane / 4 + i / 2 * 8) * SUMS + eight * 8 + lane % 4 * 2 + i % 2] =
-                        sums[0][eight][i] + sums[1][eight][i];
+            for (int i = 0; i < 4; i++)
+                mine[(lane / 4 + i / 2 * 8) * SUMS + lane % 4 * 2 + i % 2] = sums[0][i] + sums[1][i];
             together();
             finish(step, number, tile, buffer, held);
         }

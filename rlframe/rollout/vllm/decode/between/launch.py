@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ROWS = 16
-"""Most rows of a launch. Up to 8 have a kernel of their own."""
+ROWS = 8
+"""Most rows of a launch. With 16 it was no faster than four products for a 1.7 B, and slower by a tenth and a fifth for
+a 4 B and an 8 B (H200, 2026-11-29)."""
 TILE, DEPTH, WARPS, LOADERS = 16, 512, 8, 4
 """Of kernel.cu, for which tests compare them."""
 MOST_HIDDEN = 4096
@@ -80,40 +81,37 @@ def takes(layer: Layer) -> bool:
     )
 
 
-def stages_for(hidden: int, eights: int, limit: int) -> int:
+def stages_for(hidden: int, limit: int) -> int:
     """Returns the most slots of the ring for which the shared memory of a program is at most `limit` bytes.
 
     Args:
         hidden: numbers of a row between layers.
-        eights: eights of rows.
     """
-    return (limit - shared_bytes(hidden, eights, 0)) // (
-        shared_bytes(hidden, eights, 1) - shared_bytes(hidden, eights, 0)
-    )
+    return (limit - shared_bytes(hidden, 0)) // (shared_bytes(hidden, 1) - shared_bytes(hidden, 0))
 
 
-def shared_bytes(hidden: int, eights: int, stages: int) -> int:
+def shared_bytes(hidden: int, stages: int) -> int:
     """Returns the bytes of a program's shared memory: ring, normed rows, two buffers of sums, barriers, a flag."""
     ring = stages * TILE * (DEPTH * 2 + 64)
-    normed = 8 * eights * (hidden * 2 + 64)
-    sums = 2 * WARPS * TILE * (8 * eights + 1) * 4
+    normed = ROWS * (hidden * 2 + 64)
+    sums = 2 * WARPS * TILE * (ROWS + 1) * 4
     return ring + normed + sums + 2 * stages * 8 + 8
 
 
 @functools.cache
-def kernel_for(device: torch.device, hidden: int, eights: int) -> Kernel:
-    """Returns the kernel for rows of `hidden` numbers, up to 8 * `eights` of them, compiled at the first call.
+def kernel_for(device: torch.device, hidden: int) -> Kernel:
+    """Returns the kernel for rows of `hidden` numbers, compiled at the first call.
 
     Not to be called first while a CUDA graph is captured.
     """
     from cuda.bindings import driver
 
     properties = torch.cuda.get_device_properties(device)
-    stages = stages_for(hidden, eights, properties.shared_memory_per_block_optin)
+    stages = stages_for(hidden, properties.shared_memory_per_block_optin)
     with torch.cuda.device(device):
-        module = _checked(driver.cuModuleLoadData(compiled(properties, HIDDEN=hidden, EIGHTS=eights, STAGES=stages)))
+        module = _checked(driver.cuModuleLoadData(compiled(properties, HIDDEN=hidden, STAGES=stages)))
         function = _checked(driver.cuModuleGetFunction(module, b"between"))
-        size, attribute = shared_bytes(hidden, eights, stages), driver.CUfunction_attribute
+        size, attribute = shared_bytes(hidden, stages), driver.CUfunction_attribute
         _checked(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size))
         return Kernel(function, size, properties.multi_processor_count, _counter(device))
 
@@ -171,7 +169,7 @@ def between(attended: Tensor, residual: Tensor, layer: Layer, epsilon: float) ->
     from cuda.bindings import driver
 
     (rows, hidden), inner = residual.shape, layer.down.shape[1]
-    kernel = kernel_for(residual.device, hidden, 1 if rows <= 8 else 2)
+    kernel = kernel_for(residual.device, hidden)
     columns = 0 if layer.next is None else len(layer.next)
     middle, gated = torch.empty_like(residual), residual.new_empty(rows, inner)
     result, residual_out = residual.new_empty(rows, columns or hidden), torch.empty_like(residual)

@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from rlframe.rollout.vllm.decode.between.launch import ROWS, Layer, between
 from rlframe.rollout.vllm.decode.between.rows import add_norm, gated
+from rlframe.rollout.vllm.decode.few_rows import product
 
 LIBRARY = torch.library.Library("rlframe", "FRAGMENT")
 LIBRARY.define(
@@ -30,12 +30,12 @@ def _between(
     if len(residual) <= ROWS:
         layer = Layer(output, norm, gate_up, down, next_norm, next, bias)
         return between(attended, residual, layer, epsilon)
-    normed, middle = add_norm(linear(attended, output), residual, norm, epsilon)
-    result = linear(gated(linear(normed, gate_up)), down)
+    normed, middle = add_norm(product(attended, output, None), residual, norm, epsilon)
+    result = product(gated(product(normed, gate_up, None)), down, None)
     if next is None or next_norm is None:
         return result, middle
     normed, total = add_norm(result, middle, next_norm, epsilon)
-    return linear(normed, next, bias), total
+    return product(normed, next, bias), total
 
 
 def _shaped(

@@ -158,7 +158,8 @@ def test_a_step_of_vllm(logits: torch.Tensor) -> None:
         seq_lens_cpu_upper_bound=torch.cat([LENGTHS, torch.zeros(4, dtype=torch.int64)]),
         prefill_len_np=np.array([4, 1, 10, 4]),
     )
-    result, logprobs = one.sample(logits, batch)
+    found, logprobs = one.choose(logits, batch, one.choice(batch))
+    result = one.output(batch, found)
     # The third row's prompt is not at its end.
     assert result.num_sampled.tolist() == [1, 1, 0, 1] and result.num_rejected.tolist() == [0] * 4
     tokens = result.sampled_token_ids[:, 0].tolist()
@@ -166,7 +167,8 @@ def test_a_step_of_vllm(logits: torch.Tensor) -> None:
     assert [tokens[row] for row in (0, 3)] == [expected(logits[row], row)[0] for row in (0, 3)]
     assert float(logprobs[0]) == pytest.approx(expected(logits[0], 0)[1], abs=2e-6)
     batch.seq_lens_cpu_upper_bound = batch.seq_lens = torch.cat([LENGTHS + 2, torch.zeros(4, dtype=torch.int64)])
-    result, _ = one.sample(logits, batch)
+    assert one.choice(batch)[0] is None
+    result = one.output(batch, one.choose(logits, batch, one.choice(batch))[0])
     assert result.sampled_token_ids[1].tolist() == [5] and result.num_sampled.tolist() == [1] * 4
 
 

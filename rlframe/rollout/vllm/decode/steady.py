@@ -73,6 +73,8 @@ class Steady:
         self._ends: dict[tuple[bool, bool], Callable[[], Any]] = {}
         """Launch what a step does after the model, and return tokens and logprobs: with tokens that are forbidden, with
         temperatures that divide."""
+        self._ended: Any = None
+        """What was captured for the requests before these."""
         self._is_updated = False
         """Whether the state of the requests has followed the present step already."""
 
@@ -126,6 +128,9 @@ class Steady:
         decodes = batch.num_tokens == batch.num_reqs and not batch.is_prefilling_np.any()
         self._batch, self._shape, self._counts = batch if decodes else None, shape, output.num_scheduled_tokens
         self._pointers, self._metadata = self._runner.block_tables.block_table_ptrs, None
+        if self._begin is not None:
+            # The device may be at one of the last steps still. Those after the next capture are launched later.
+            self._ended = self._begin, self._ends
         self._times, self._begin, self._ends = 0, None, {}
         return batch
 

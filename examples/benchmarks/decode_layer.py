@@ -236,8 +236,8 @@ def measured(model: Model, speed: float) -> dict[str, Any]:
         ours, theirs = joined_layers(model, step).float(), layers(model, step, by_cublas).float()
         read = weight_bytes + step.tokens * model.heads[1] * 2 * model.size * 2
         found[name] = {
-            "us": microseconds(functools.partial(joined_layers, model, step)),
-            "products_us": microseconds(functools.partial(layers, model, step, by_tiles(tiles))),
+            "joined_us": microseconds(functools.partial(joined_layers, model, step)),
+            "us": microseconds(functools.partial(layers, model, step, by_tiles(tiles))),
             "cublas_us": microseconds(functools.partial(layers, model, step, by_cublas)),
             "floor_us": read / speed * 1e6,
             "apart": ((ours - theirs).norm() / theirs.norm()).item(),

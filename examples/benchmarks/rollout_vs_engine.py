@@ -44,7 +44,7 @@ from weight_sync import machine
 
 from rlframe.models.hub import read_config
 from rlframe.rollout.vllm.config import VllmConfig
-from rlframe.rollout.vllm.decode.ahead import FEW_ROWS, KEY, STEPS
+from rlframe.rollout.vllm.decode.ahead import ENTRIES, FEW_ROWS, KEY, STEPS
 from rlframe.rollout.vllm.engine import VllmEngine
 from rlframe.rollout.vllm.launch import engine_arguments, set_environment
 from rlframe.types.input import ModelInput
@@ -300,7 +300,7 @@ OURS: dict[str, Callable[[Any], Batch]] = {
 CHANGED = {
     "rlframe_one_process": {"worker_process": False},
     "rlframe_unshared": {"share_prompts": False},
-    "rlframe_two_steps": {"engine_options": {"additional_config": {FEW_ROWS: True}}},
+    "rlframe_two_steps": {"engine_options": {"additional_config": {FEW_ROWS: ENTRIES[FEW_ROWS]}}},
     "rlframe_cublas": {"engine_options": {"additional_config": {KEY: STEPS}}},
 }
 """Settings of engines of their own, by the name of the case."""

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlframe.rollout.vllm.decode.between.launch import is_available, kernel_for
 from tests.unit.rollout.vllm.interpreted.formulas import between_attentions
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed"),
+    pytest.mark.skipif(not is_available(), reason="cuda-bindings is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
 ]
 EPSILON = 1e-6
 
@@ -107,3 +109,10 @@ def test_a_captured_chain_reads_what_the_kernel_ahead_has_written() -> None:
         graph.replay()
         assert torch.equal(found, expected)
     assert expected.isfinite().all() and expected.any()
+
+
+def test_the_counter_is_not_in_memory_that_sleeping_engines_give_up() -> None:
+    torch.zeros(1, device="cuda")
+    kernel = kernel_for(torch.device("cuda", 0), MIDDLE.hidden)
+    for segment in torch.cuda.memory_snapshot():
+        assert not segment["address"] <= kernel.arrived < segment["address"] + segment["total_size"]

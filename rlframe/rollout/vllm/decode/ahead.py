@@ -15,9 +15,10 @@ STEPS = 3
 KEY = "rlframe_steps_under_way"
 """Entry of vLLM's `additional_config`, which the core and its workers read alike. Without it vLLM decides."""
 FEW_ROWS = "rlframe_few_rows"
-"""Another: whether products of few rows have kernels of their own (`few_rows`). vLLM keeps compiled models by all
-entries, so that those with such products and those without them lie apart."""
-ENTRIES = {KEY: STEPS, FEW_ROWS: True}
+"""Another: the number of the kernels of their own that steps of few rows have (`few_rows`, `joined`), 0 for none. vLLM
+keeps compiled models by all entries, so that models that were compiled for other kernels lie apart. To be raised with
+each change of what they compute or when they are used."""
+ENTRIES = {KEY: STEPS, FEW_ROWS: 2}
 """Entries that an engine on a GPU has."""
 
 
@@ -48,7 +49,7 @@ def asked(config: Any) -> int:
 
 def multiplies_few_rows(config: Any) -> bool:
     """Returns whether a VllmConfig asks for products of few rows by rlframe's kernels."""
-    return _entries(config).get(FEW_ROWS, False)
+    return bool(_entries(config).get(FEW_ROWS, 0))
 
 
 def _entries(config: Any) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class Steady:
         self._ends: dict[tuple[bool, bool], Callable[[], Any]] = {}
         """Launch what a step does after the model, and return tokens and logprobs: with tokens that are forbidden, with
         temperatures that divide."""
+        self._drawn: set[tuple[bool, bool]] = set()
+        """Choices with which a step was sampled that could have been captured."""
         self._ended: Any = None
         """What was captured for the requests before these."""
         self._is_updated = False
@@ -249,6 +251,10 @@ class Steady:
             return self._sample(hidden, batch, grammar)
         stops, divides = choice = sampler.one_pass.choice(batch)
         key = (stops is not None, divides)
+        if key not in self._drawn:
+            # Kernels that are launched for the first time are compiled, which a capture does not allow.
+            self._drawn.add(key)
+            return self._sample(hidden, batch, grammar)
         if key not in self._ends:
             assert self._graphs is not None, "they have captured the beginning"
             self._ends[key] = self._graphs.capture(lambda: self._draw(hidden, batch, choice))

@@ -21,7 +21,10 @@ pytest.importorskip("vllm")
 pytest.importorskip("triton")
 pytestmark = pytest.mark.engine
 
-PLAIN: Any = SimpleNamespace(lora_config=None, speculative_config=None)
+
+def settings(**other: Any) -> Any:
+    """As much of a VllmConfig as is read."""
+    return SimpleNamespace(**({"lora_config": None, "speculative_config": None, "additional_config": {}} | other))
 
 
 @pytest.fixture
@@ -74,25 +77,25 @@ def test_a_chain_of_layers_computes_what_it_did(
     monkeypatch.setattr(joined, "weights", lambda *given, own=joined.weights: calls.append(given) or own(*given))
     with set_current_vllm_config(config), torch.no_grad():
         before = chain()
-        layers = installed(model, PLAIN, monkeypatch)
+        layers = installed(model, plain := settings(additional_config={"one": 1}), monkeypatch)
         calls.clear()
         after = chain()
     assert len(calls) == len(layers) > 1, "the operation was not taken by every layer"
+    assert plain.additional_config == {"one": 1, joined.JOINED: True}
     torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [SimpleNamespace(lora_config=1, speculative_config=None), SimpleNamespace(lora_config=None, speculative_config=1)],
-)
+@pytest.mark.parametrize("other", [{"lora_config": 1}, {"speculative_config": 1}])
 def test_layers_with_adapters_or_drafts_are_left_as_they_are(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlframe.rollout.vllm.decode import joined
 
     make("qwen3", tmp_path)
     monkeypatch.setattr(joined, "takes", lambda weights: True)
+    config = settings(**other)
     assert not any(hasattr(layer, joined.JOINED) for layer in installed(models(tmp_path)[0], config, monkeypatch))
+    assert config.additional_config == {joined.JOINED: False}
 
 
 def test_layers_are_joined_only_where_all_of_them_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +109,14 @@ def test_layers_are_joined_only_where_all_of_them_can_be(tmp_path: Path, monkeyp
         lambda layer: setattr(layer.mlp.gate_up_proj, "tp_size", 2),
         lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1),
         lambda layer: setattr(layer.mlp, "act_fn", torch.nn.GELU()),
+        # As where vLLM brings weights from the host's memory.
+        lambda layer: setattr(layer, "forward", layer.forward),
+        lambda layer: setattr(layer.mlp.down_proj.weight, joined.ELSEWHERE, True),
     ):
         model, _ = models(tmp_path)
         change(model.model.layers[1])
-        assert not any(hasattr(layer, joined.JOINED) for layer in installed(model, PLAIN, monkeypatch))
-    assert all(hasattr(layer, joined.JOINED) for layer in installed(models(tmp_path)[0], PLAIN, monkeypatch))
+        assert not any(hasattr(layer, joined.JOINED) for layer in installed(model, settings(), monkeypatch))
+    assert all(hasattr(layer, joined.JOINED) for layer in installed(models(tmp_path)[0], settings(), monkeypatch))
 
 
 def test_the_kernel_takes_multiples_of_what_a_slot_holds() -> None:
@@ -148,10 +154,25 @@ def test_python_and_the_kernel_know_the_same_numbers() -> None:
     assert named == [field[0] for field in launch._Step._fields_]
 
 
+def test_models_that_add_something_between_layers_are_left_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlframe.rollout.vllm.decode import joined
+
+    make("qwen3", tmp_path)
+    monkeypatch.setattr(joined, "takes", lambda weights: True)
+    model, _ = models(tmp_path)
+    own = type(model.model)
+    model.model.__class__ = type("MossQwen3Model", (own,), {"__module__": own.__module__})
+    assert not any(hasattr(layer, joined.JOINED) for layer in installed(model, settings(), monkeypatch))
+
+
 @pytest.mark.parametrize("hidden", [512, 1024, 2048, 2560, 4096])
 def test_the_ring_has_as_many_slots_as_fit(hidden: int) -> None:
-    from rlframe.rollout.vllm.decode.between.launch import shared_bytes, stages_for
+    from rlframe.rollout.vllm.decode.between.launch import LEAST_STAGES, shared_bytes, stages_for
 
     limit = 227 << 10
     stages = stages_for(hidden, limit)
-    assert stages >= 8 and shared_bytes(hidden, stages) <= limit < shared_bytes(hidden, stages + 1)
+    assert stages >= LEAST_STAGES and shared_bytes(hidden, stages) <= limit < shared_bytes(hidden, stages + 1)
+    # A program of a GPU of compute capability 12 has less. It is told of, and the layers are left as they are.
+    assert stages_for(hidden, 99 << 10) < LEAST_STAGES

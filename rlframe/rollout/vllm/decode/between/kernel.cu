@@ -1,8 +1,8 @@
 // What a decode step of up to 8 rows computes between two attentions of a dense model, in one launch: the
 // product that ends the first, norm, gate and up, down, norm, and the product that begins the second.
 //
-// Each program is a block of threads, and there are no more of them than multiprocessors, so that all run at the same
-// time and can wait for each other. A product's rows of weights are divided among them in tiles of TILE rows. LOADERS
+// Each program is a block of threads that takes a multiprocessor for itself, and there are no more of them than
+// multiprocessors, so that all run at the same time, once other kernels have ended, and can wait for each other. A product's rows of weights are divided among them in tiles of TILE rows. LOADERS
 // warps of a program copy weights into a ring of slots in shared memory, in the order in which they are needed, and wait
 // for no result. WARPS warps multiply. So while all programs wait for the last result of a product, the weights of the
 // next ones arrive, and the memory never idles for long.
@@ -23,6 +23,7 @@ constexpr int WARPS = 8;                      // each multiplies DEPTH / WARPS n
 constexpr int HALVES = DEPTH / WARPS / 32;
 constexpr int AHEAD = 6;                      // slots for which activations are asked for ahead, an even number
 constexpr int UNDER_WAY = 4;                  // slots that are asked for at the same time
+static_assert(STAGES > UNDER_WAY, "a slot that is asked for is not asked for again before it is known to be there");
 constexpr int WAITING = 2;                    // the same while the program waits for others: messages stand in line
 constexpr int LINE = DEPTH * 2 + 64;          // bytes of a row in a slot: eight threads find theirs in different banks
 constexpr int SLOT = TILE * LINE;
@@ -86,8 +87,8 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
 // Waits for all threads that multiply.
 __device__ __forceinline__ void together() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 
-// Waits for all programs: what they wrote before can be read after. Ends the launch with an error after ten seconds,
-// where it would otherwise never end, because not all programs run at the same time.
+// Waits for all programs: what they wrote before can be read after. Where not all of them run at the same time, it ends
+// the launch with an error after 20e9 cycles, ten seconds, and would otherwise wait without end.
 __device__ __forceinline__ void meet(u64 *arrived) {
     together();
     if (threadIdx.x == 0) {

@@ -1,7 +1,8 @@
-"""Compiles and launches `kernel.cu` (NVRTC and the driver, by NVIDIA's cuda-bindings, on which torch depends)."""
+"""Compiles and launches `kernel.cu`: NVRTC and the driver, by NVIDIA's cuda-bindings."""
 
 import ctypes
 import functools
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ TILE, DEPTH, WARPS, LOADERS = 16, 512, 8, 4
 """Of kernel.cu, for which tests compare them."""
 MOST_HIDDEN = 4096
 """Most numbers of a row between layers: a thread that norms holds a 32nd of them."""
+LEAST_STAGES = 8
+"""Least slots of a ring that are worth it. The kernel needs more than it asks for at once."""
 SOURCE = Path(__file__).with_name("kernel.cu")
 
 _POINTERS = (
@@ -62,8 +65,13 @@ class Kernel(NamedTuple):
     """Of a program."""
     programs: int
     """As many as the device has multiprocessors: all of them must run at the same time."""
-    arrived: Tensor
-    """Counter of the programs that have arrived at a meeting."""
+    arrived: int
+    """Address of the counter of the programs that have arrived at a meeting."""
+
+
+def is_available() -> bool:
+    """Returns whether cuda-bindings is installed."""
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def takes(layer: Layer) -> bool:
@@ -103,11 +111,16 @@ def kernel_for(device: torch.device, hidden: int) -> Kernel:
     """Returns the kernel for rows of `hidden` numbers, compiled at the first call.
 
     Not to be called first while a CUDA graph is captured.
+
+    Raises:
+        RuntimeError: a program of the device has too little shared memory, or NVRTC does not know the device.
     """
     from cuda.bindings import driver
 
     properties = torch.cuda.get_device_properties(device)
     stages = stages_for(hidden, properties.shared_memory_per_block_optin)
+    if stages < LEAST_STAGES:
+        raise RuntimeError(f"{properties.name} has memory for {stages} slots of a program, not for {LEAST_STAGES}")
     with torch.cuda.device(device):
         module = _checked(driver.cuModuleLoadData(compiled(properties, HIDDEN=hidden, STAGES=stages)))
         function = _checked(driver.cuModuleGetFunction(module, b"between"))
@@ -117,9 +130,17 @@ def kernel_for(device: torch.device, hidden: int) -> Kernel:
 
 
 @functools.cache
-def _counter(device: torch.device) -> Tensor:
-    """Returns the device's counter. Launches follow one another, each with all programs."""
-    return torch.zeros(1, dtype=torch.int64, device=device)
+def _counter(device: torch.device) -> int:
+    """Returns the address of a counter on the current device, which is `device`. Launches follow one another, each with
+    all programs.
+
+    It is no tensor: while vLLM loads a model, torch's memory is that of weights, which sleeping engines give up.
+    """
+    from cuda.bindings import driver
+
+    address = _checked(driver.cuMemAlloc(8))
+    _checked(driver.cuMemsetD8(address, 0, 8))
+    return int(address)
 
 
 def compiled(properties: Any, **constants: int) -> bytes:
@@ -173,18 +194,20 @@ def between(attended: Tensor, residual: Tensor, layer: Layer, epsilon: float) ->
     columns = 0 if layer.next is None else len(layer.next)
     middle, gated = torch.empty_like(residual), residual.new_empty(rows, inner)
     result, residual_out = residual.new_empty(rows, columns or hidden), torch.empty_like(residual)
-    tensors = (attended, residual, *layer, middle, gated, result, residual_out, kernel.arrived)
+    tensors = (attended, residual, *layer, middle, gated, result, residual_out)
     step = _Step(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        kernel.arrived,
         rows, attended.stride(0), attended.shape[1], inner, columns, epsilon, 0,
     )  # fmt: skip
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(step))
-    _checked(driver.cuLaunchKernelEx(_launch(kernel), kernel.function, ctypes.addressof(arguments), 0))
+    _checked(driver.cuLaunchKernelEx(_launch(kernel, residual.device), kernel.function, ctypes.addressof(arguments), 0))
     return result, residual_out
 
 
-def _launch(kernel: Kernel) -> Any:
-    """Returns the configuration of a launch on the current stream, which begins before the kernel ahead has ended."""
+def _launch(kernel: Kernel, device: torch.device) -> Any:
+    """Returns the configuration of a launch on the device's current stream, which begins before the kernel ahead has
+    ended."""
     from cuda.bindings import driver
 
     attribute = driver.CUlaunchAttribute()
@@ -194,6 +217,6 @@ def _launch(kernel: Kernel) -> Any:
     launch.gridDimX, launch.gridDimY, launch.gridDimZ = kernel.programs, 1, 1
     launch.blockDimX, launch.blockDimY, launch.blockDimZ = (WARPS + LOADERS) * 32, 1, 1
     launch.sharedMemBytes = kernel.shared_bytes
-    launch.hStream = torch.cuda.current_stream().cuda_stream
+    launch.hStream = torch.cuda.current_stream(device).cuda_stream
     launch.attrs, launch.numAttrs = [attribute], 1
     return launch

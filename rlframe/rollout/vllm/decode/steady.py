@@ -64,19 +64,19 @@ class Steady:
         """Whether the present step is made from the one before, and whether a page begins in it."""
         self._graphs, self._times = graphs, 0
         self._plans: list[Any] = []
-        """Of attention. They are filled with the metadata."""
+        """Plans of attention, which are filled with the metadata."""
         self._begin: Callable[[], Any] | None = None
         """Launches what the present step does before the model, once that is captured, and returns the rows of logits
         and the slots."""
         self._slots: Any = None
-        """Of the present step, if it was launched so."""
+        """Slots of the present step, if it was launched so."""
         self._ends: dict[tuple[bool, bool], Callable[[], Any]] = {}
         """Launch what a step does after the model, and return tokens and logprobs: with tokens that are forbidden, with
         temperatures that divide."""
         self._drawn: set[tuple[bool, bool]] = set()
         """Choices with which a step was sampled that could have been captured."""
         self._ended: Any = None
-        """What was captured for the requests before these."""
+        """Launches that were captured for the requests before these."""
         self._is_updated = False
         """Whether the state of the requests has followed the present step already."""
 

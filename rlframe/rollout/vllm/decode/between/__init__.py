@@ -1,1 +1,1 @@
-"""What a decode step of few rows computes between two attentions, as one kernel."""
+"""One kernel for all that a decode step of few rows computes between two attentions."""

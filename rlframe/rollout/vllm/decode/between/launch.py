@@ -13,7 +13,7 @@ ROWS = 8
 """Most rows of a launch. With 16 it was no faster than four products for a 1.7 B, and slower by a tenth and a fifth for
 a 4 B and an 8 B (H200, 2026-11-29)."""
 TILE, DEPTH, WARPS, LOADERS = 16, 512, 8, 4
-"""Of kernel.cu, for which tests compare them."""
+"""Numbers of kernel.cu. A test compares them."""
 MOST_HIDDEN = 4096
 """Most numbers of a row between layers: a thread that norms holds a 32nd of them."""
 LEAST_STAGES = 8
@@ -28,7 +28,7 @@ _NUMBERS = ("rows", "attended_row", "heads", "inner", "columns")
 
 
 class _Step(ctypes.Structure):
-    """Of kernel.cu."""
+    """The structure of this name in kernel.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
 
     function: Any
     shared_bytes: int
-    """Of a program."""
+    """Bytes of shared memory of a program."""
     programs: int
     """As many as the device has multiprocessors: all of them must run at the same time."""
     arrived: int

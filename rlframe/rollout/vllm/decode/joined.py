@@ -36,7 +36,7 @@ def install(model: torch.nn.Module, config: Any) -> None:
     Args:
         config: the VllmConfig. Its `additional_config` tells what was decided: vLLM keeps compiled models by it.
     """
-    decoder = next((each for each in model.modules() if _loops_over_layers(each)), None)
+    decoder: Any = next((each for each in model.modules() if _loops_over_layers(each)), None)
     is_joined = decoder is not None and _may_join(config) and _join(list(decoder.layers))
     config.additional_config = {**config.additional_config, JOINED: is_joined}
 

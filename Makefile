@@ -1,4 +1,5 @@
-# Each tier is for a moment of a contributor's work; the minutes are budgets on two cores (tests/durations.json).
+# Each tier is for a moment of a contributor's work; the minutes are budgets of what processes are seen to
+# compute on two cores (tests/durations.json). docs/development.md has those that pass.
 #
 # check: before every commit, 2 minutes. Style, types and layers; beside them the tests of one process.
 # test: before merging, 9 minutes. check, and one cell of each kind of behaviour that takes several processes: ranks on

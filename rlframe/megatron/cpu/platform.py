@@ -18,6 +18,7 @@ import torch.distributed
 
 from rlframe.cluster.config import Device
 from rlframe.cluster.cuda import check_cuda
+from rlframe.megatron.cpu.gloo import on_one_device
 from rlframe.megatron.cpu.products import by_blocks, is_faster
 
 FACTORIES = ("tensor", "zeros")
@@ -118,8 +119,12 @@ def in_megatron() -> list[tuple[Any, str, Any]]:
 
 
 def for_speed() -> list[tuple[Any, str, Any]]:
-    """Returns the replacements without which training is slower here. Megatron's linear layers call both names."""
-    return [(owner, "matmul", by_blocks(owner.matmul)) for owner in (torch, torch.Tensor) if is_faster()]
+    """Returns the replacements without which training is slower here. Megatron's linear layers call both names of
+    matmul."""
+    # Asked for here: torch has no such class where it is built without gloo.
+    gloo = torch.distributed.ProcessGroupGloo
+    products = [(owner, "matmul", by_blocks(owner.matmul)) for owner in (torch, torch.Tensor) if is_faster()]
+    return [(gloo, "__init__", on_one_device(gloo.__init__)), *products]
 
 
 def uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:

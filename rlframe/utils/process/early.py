@@ -6,6 +6,7 @@ then starts is sent there, as multiprocessing sends it to a new interpreter. Not
 untouched as there.
 """
 
+import importlib
 import io
 import os
 import select
@@ -39,7 +40,7 @@ class EarlyProcess:
         child_reads = child.fileno()
         # The program is the last argument but one; after it comes multiprocessing's own mark.
         *options, program, mark = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_reads)
-        known = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import share, wait; share({tracker})"
+        known = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import begin, wait; begin({tracker})"
         program = f"{known}; {first}; wait({child_reads}); {program}"
         self.executable = spawn.get_executable()
         try:
@@ -96,7 +97,6 @@ class LateProcess(SpawnProcess):
     def run(self) -> None:
         """Runs what the process is for, in that environment."""
         if self.environment is not None:
-            # Only what differs: setproctitle finds the memory of this process's title by the environment's first entry.
             for name in os.environ.keys() - self.environment.keys():
                 del os.environ[name]
             for name, value in self.environment.items():
@@ -151,10 +151,16 @@ def close_files(*files: int) -> None:
         os.close(file)
 
 
-def share(tracker: int) -> None:
-    """Makes this process use its parent's tracker of resources, as `spawn_main` does later, for processes that it
-    starts before."""
+def begin(tracker: int) -> None:
+    """Prepares this process before it imports anything else.
+
+    Processes that it starts before `spawn_main` use its parent's tracker of resources too. setproctitle, where it is
+    installed, finds the memory of the title by the first variable of the environment, and would set no title any more
+    after a change of that variable. Ray's workers have their variables in random order, so that it may be any.
+    """
     resource_tracker._resource_tracker._fd = tracker  # pyright: ignore[reportAttributeAccessIssue]
+    with suppress(ImportError):
+        importlib.import_module("setproctitle").getproctitle()
 
 
 def wait(channel: int) -> None:

@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ NEEDED_BY_UNEQUAL_PARTS = {"torch.distributed.all_gather"}
 NEEDED_BY_STAGES = {"Tensor.cuda"}
 """By pipeline stages that share an embedding, which the scenario has not: tests/multiprocess/checkpoint has it."""
 TIMEOUT_S = 60.0
+LIMIT = timedelta(seconds=7)
 SMALL_LATENT = {
     "model_type": "deepseek_v3",
     "hidden_size": 16,
@@ -114,6 +116,27 @@ def gather_unequal_parts(rank: int, init_method: str) -> tuple[str, list[Any]]:
         refusal = str(error)
     platform.gather_of_unequal_parts(distributed.all_gather)(parts, own)
     return refusal, [part.tolist() for part in parts]
+
+
+def test_all_groups_of_a_rank_share_one_thread_of_gloo_and_keep_their_limits() -> None:
+    for threads, sums, limit in run_distributed(sum_in_groups, 2):
+        assert threads == 1
+        assert sums == [1.0, 1.0, 1.0]
+        assert limit == LIMIT
+
+
+def sum_in_groups(rank: int, init_method: str) -> tuple[int, list[float], timedelta]:
+    """How many threads this rank has for its groups, the sum of the ranks in each group, and the limit of the last."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
+    groups = [None, distributed.new_group([0, 1]), distributed.new_group([0, 1], timeout=LIMIT)]
+    sums = [torch.tensor(float(rank)) for _ in groups]
+    for group, mine in zip(groups, sums, strict=True):
+        distributed.all_reduce(mine, group=group)
+    names = [file.read_text() for file in pathlib.Path("/proc/self/task").glob("*/comm")]
+    backend: Any = groups[-1]._get_backend(torch.device("cpu"))
+    return sum("gloo_tcp_loop" in name for name in names), [float(mine) for mine in sums], backend.options._timeout
 
 
 def in_nursery(rank: int, init_method: str) -> dict[str, str]:

@@ -33,6 +33,25 @@ MUTATIONS: list[Mutation] = [
         ("the schedule begins anew with each batch", "step_index=first_step + index,", "step_index=index,"),
     ),
     *faults(
+        "rlframe/megatron/cpu/gloo.py",
+        "tests/multiprocess/megatron/test_platform.py::test_all_groups_of_a_rank_share_one_thread_of_gloo_and_keep_their_limits",
+        ("each group has a thread of its own", "devices[os.getpid()] = group.options._devices", "pass"),
+        (
+            "groups on a shared thread have torch's limit",
+            "options._timeout, options._devices = timeout, shared",
+            "options._devices = shared",
+        ),
+    ),
+    *faults(
+        "rlframe/utils/process/early.py",
+        "tests/unit/utils/process/test_early.py::test_a_process_may_set_its_title_after_a_change",
+        (
+            "a process has no title once its first variable has changed",
+            'importlib.import_module("setproctitle").getproctitle()',
+            "pass",
+        ),
+    ),
+    *faults(
         "rlframe/megatron/packed/split_attention.py",
         "tests/unit/megatron/packed/test_split_attention.py",
         (

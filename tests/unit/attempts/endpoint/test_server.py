@@ -1,6 +1,7 @@
 """The server of endpoints: its start."""
 
 import asyncio
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -55,7 +56,11 @@ def test_a_server_that_could_not_listen_starts_with_a_later_attempt() -> None:
 def no_descriptor_left() -> Iterator[None]:
     """Lets this process open no file inside the block."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Files of other tests that are garbage would be closed inside the block.
+    gc.collect()
+    gc.disable()
     with ExitStack() as stack:
+        stack.callback(gc.enable)
         highest = max(int(name) for name in os.listdir("/proc/self/fd"))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))

@@ -50,10 +50,14 @@ def call_itself(file: str, title: str) -> None:
     Path(file).write_bytes(Path("/proc/self/cmdline").read_bytes())
 
 
-def test_a_process_may_set_its_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_a_known_variable", [False, True])
+def test_a_process_may_set_its_title_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_known_variable: bool
+) -> None:
+    """setproctitle looks for the first variable where it lay when the process started."""
     pytest.importorskip("setproctitle")
     early = EarlyProcess("import json")
-    monkeypatch.setenv("ADDED", "since then")
+    monkeypatch.setenv(next(iter(os.environ)) if of_a_known_variable else "ADDED", "since then")
     process = early.context().Process(target=call_itself, args=(str(tmp_path / "title"), "the core"))
     process.start()
     process.join()

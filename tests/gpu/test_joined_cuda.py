@@ -44,7 +44,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def sampled(folder: Path, **options: Any) -> list[Completion]:
     """Responses to two prompts, from an engine of its own, some at another temperature and with stops forbidden."""
-    config = VllmConfig(kv_cache_gb=1.0, max_num_seqs=16, max_model_len=256, engine_options=options)
+    config = VllmConfig(kv_cache_gb=1.0, max_num_seqs=16, max_model_len=256, compile=False, engine_options=options)
     engine = VllmEngine(config, folder=folder, dtype=torch.bfloat16, device="cuda")
     try:
         verify(engine, 0)

@@ -5,6 +5,8 @@ from tests.mutations.mutation import Mutation, faults
 IN_FLIGHT = "tests/unit/rollout/transformers/test_in_flight.py"
 SGLANG = "tests/unit/rollout/sglang/test_parts.py"
 VLLM = "tests/unit/rollout/vllm/test_pending.py"
+JOINED = "tests/unit/rollout/vllm/test_joined.py"
+STEADY = "tests/unit/rollout/vllm/test_steady.py"
 
 MUTATIONS: list[Mutation] = [
     *faults(
@@ -91,5 +93,51 @@ MUTATIONS: list[Mutation] = [
         "rlframe/types/rollout.py",
         "tests/unit/types/test_rollout.py",
         ("a whole input may be a response", "limit = min(len(self.input), ", "limit = min(len(self.input) + 1, "),
+    ),
+    *faults(
+        "rlframe/rollout/vllm/decode/joined.py",
+        JOINED,
+        (
+            "a layer begins the next attention with its own weights",
+            "product = after[0].self_attn.qkv_proj",
+            "product = layer.self_attn.qkv_proj",
+        ),
+        (
+            "a layer norms for the next one by its own weights",
+            "following = after[0].input_layernorm.weight,",
+            "following = layer.input_layernorm.weight,",
+        ),
+        ("layers with adapters are joined", "config.lora_config is None and ", ""),
+        ("layers whose weights lie elsewhere are joined", 'if "forward" in vars(layer) or ', "if "),
+        ("products divided among GPUs are joined", " and each.tp_size == 1", ""),
+        (
+            "the cache of compiled models does not know",
+            "{**config.additional_config, JOINED: is_joined}",
+            "{**config.additional_config}",
+        ),
+    ),
+    *faults(
+        "rlframe/rollout/vllm/decode/steady.py",
+        STEADY,
+        (
+            "a step that is captured moves requests twice",
+            "        self._is_updated = True\n        return result",
+            "        return result",
+        ),
+        (
+            "the next step is not moved after one that was captured",
+            "            self._update(*arguments, **options)\n        self._is_updated = False",
+            "            self._update(*arguments, **options)",
+        ),
+        (
+            "other requests are launched as those before",
+            "        self._times, self._begin, self._ends = 0, None, {}\n",
+            "        self._times = 0\n",
+        ),
+        (
+            "requests that are not plain are captured",
+            "if not captured or not sampler.plain[batch.idx_mapping_np].all():",
+            "if not captured:",
+        ),
     ),
 ]

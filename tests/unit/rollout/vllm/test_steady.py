@@ -157,7 +157,9 @@ class Runner:
 
     def sample(self, hidden: Any, batch: Batch, grammar: None) -> Any:
         self.sampled += 1
-        result = self.output(batch, self.choose(hidden[batch.logits_indices], batch, self.choice(batch))[0])
+        tokens, _ = self.choose(hidden[batch.logits_indices], batch, self.choice(batch))
+        # Requests that are not plain are sampled in another way.
+        result = self.output(batch, tokens + 3 * torch.from_numpy(~self.sampler.plain[batch.idx_mapping_np]))
         return result, result.num_sampled, result.num_rejected
 
     def choice(self, batch: Batch) -> tuple[Any, bool]:

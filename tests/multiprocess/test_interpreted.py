@@ -18,6 +18,7 @@ FILES = {
         "megatron/model/interpreted/swiglu.py",
         "megatron/packed/interpreted/rows.py",
         "megatron/packed/interpreted/split.py",
+        "rollout/vllm/interpreted/between.py",
         "rollout/vllm/interpreted/few_rows.py",
         "rollout/vllm/interpreted/gumbel.py",
         "rollout/vllm/interpreted/one_pass.py",

@@ -256,6 +256,30 @@ def test_what_a_checkpoint_judges_counts_in_the_next_step_and_before_its_positio
     made.reset()
 
 
+def test_what_a_checkpoint_judges_counts_in_the_next_step_of_a_resumed_run_too(tmp_path: Path) -> None:
+    flat_ones = dict.fromkeys(("p4", "p5", "p6", "p7", "p8", "p9"), (1.0, 1.0))
+    first, second = (sampler(flat_ones, dynamic=DynamicSamplingConfig(), max_policy_lag=1) for _ in range(2))
+    first.attempts.rollout.version = 0
+    first.collect(1)
+    first.settle(1)
+    # The policy trains meanwhile.
+    first.attempts._loop.run_until_complete(asyncio.sleep(1))
+    first.hold(1)(tmp_path)
+    position = first.leases.state()
+    flat_ones.clear()
+    first.attempts.rollout.version = 1
+    first.collect(2)
+    second.leases.restore(position)
+    second.attempts.rollout.version = 1
+    second.go_on(tmp_path)
+    second.collect(2)
+    names = ("rollout/sampled", "reward/sampled_mean", "rollout/dropped_all_right_groups", "rollout/dropped_tokens")
+    expected, found = first.metrics(), second.metrics()
+    assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+    for each in (first, second):
+        each.reset()
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_groups_that_are_replaced_do_not_hasten_the_curriculum(lag: int) -> None:
     """The first eight groups are dropped, so that twice as many prompts are leased as are trained on."""

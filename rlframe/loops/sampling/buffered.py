@@ -344,8 +344,9 @@ class BufferedSampler(Sampler):
                 "rollout/sampled": float(counts.sampled),
                 "reward/sampled_mean": mean_of(counts.rewards),
                 **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in counts.dropped.items()},
-                "rollout/dropped_left_over_groups": float(counts.left_over),
             }
+        if self.dynamic or counts.left_over:
+            metrics["rollout/dropped_left_over_groups"] = float(counts.left_over)
         if counts.unsuccessful:
             metrics["rollout/dropped_unsuccessful_groups"] = float(counts.unsuccessful)
         if self.buffer.rest is OversampleRest.DROP:

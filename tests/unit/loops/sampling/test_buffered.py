@@ -145,6 +145,24 @@ def test_a_group_that_is_left_over_is_accounted_for_with_its_failed_attempts() -
     ]
 
 
+def test_a_group_that_is_left_over_for_want_of_successful_ones_is_counted_without_dynamic_sampling() -> None:
+    left = ["p1", "p2", "p4"] * 2
+
+    def observe(rollout: Rollout) -> None:
+        # In the first epoch alone, with both attempts of the group.
+        if rollout.prompt.id not in left:
+            raise RuntimeError("no session left")
+        left.remove(rollout.prompt.id)
+
+    def says(_: GenerationRequest) -> Completion:
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+
+    made = sampler({}, num_minibatches=2)
+    made.attempts = LocalAttempts([answering(says)], lambda rollout: None, observe=observe)  # type: ignore[assignment]
+    assert collected(made, 1) == ["p1", "p1", "p2", "p2"]
+    assert made.metrics()["rollout/dropped_left_over_groups"] == 1.0
+
+
 def test_a_batch_without_any_signal_ends_the_run_with_the_counts() -> None:
     made = dynamic({"p0": (1, 1)}, otherwise=(0, 0), max_rounds=2)
     counts = "groups with equal rewards: 1 all right, 7 all wrong, 0 other"

@@ -196,7 +196,6 @@ class BufferedSampler(Sampler):
             self._begun_s[lease.ordinal] = time.monotonic()
             if progress is None:
                 self.buffer.put(lease.ordinal, *divided(group, lost))
-                self.leases.measure(lease, self.buffer.waiting[-1].group.rollouts)
                 continue
             begun = tuple(Progress(**each) for each in progress)
             tasks.append(replace(self._task(lease, group), progress=begun))

@@ -298,6 +298,56 @@ def test_what_a_checkpoint_judges_counts_in_the_next_step_of_a_resumed_run_too(t
         each.reset()
 
 
+def test_a_resumed_run_keeps_the_newest_pass_rate_of_a_prompt_that_is_also_in_a_group_that_waits(
+    tmp_path: Path,
+) -> None:
+    rates: dict[str, float] = {}
+    times: dict[str, int] = dict.fromkeys(("p0", "p1", "p2", "p3"), 0)
+
+    class Rated:
+        """A curriculum with the newest pass rate of each prompt."""
+
+        def reach(self, step: int) -> None: ...
+
+        def passes_over(self, prompt: Prompt) -> bool:
+            return False
+
+        def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
+            rates[prompt.id] = sum(rollout.reward for rollout in rollouts) / 2
+
+        def metrics(self) -> dict[str, float]:
+            return {}
+
+    def score(rollout: Rollout) -> None:
+        lease, times[rollout.prompt.id] = times[rollout.prompt.id] // 2, times[rollout.prompt.id] + 1
+        is_right = (rollout.prompt.id, lease) in (("p1", 1), ("p0", 2))
+        rollout.reward = 1.0 if is_right else float(rollout.sample_index)
+
+    def says(_: GenerationRequest) -> Completion:
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+
+    first, second = (sampler({}, dynamic=DynamicSamplingConfig(), max_policy_lag=1) for _ in range(2))
+    few = PROMPTS[:4]
+    ids, tokens = [prompt.id for prompt in few], [prompt.input.token_ids for prompt in few]
+    for number, each in enumerate((first, second)):
+        cursor = Cursor(few, ids=ids, tokens=tokens, seed=0, shuffle=False)
+        each.leases = Leases(cursor, Ledger(tmp_path / str(number)), curriculum=Rated())  # type: ignore[arg-type]
+        each.attempts = LocalAttempts([answering(says)], score)  # type: ignore[assignment]
+        each.attempts.rollout.version = 0
+    (tmp_path / "0").mkdir()
+    first.collect(1)
+    first.settle(1)
+    first.attempts._loop.run_until_complete(asyncio.sleep(1))  # type: ignore[attr-defined]
+    first.hold(1)(tmp_path)
+    # The group of its second epoch waits, that of its third was dropped.
+    assert "p0" in [each.lease.prompt.id for each in first.buffer.waiting] and rates["p0"] == 1.0
+    second.leases.restore(first.leases.state())
+    second.go_on(tmp_path)
+    assert rates["p0"] == 1.0
+    for each in (first, second):
+        each.reset()
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_groups_that_are_replaced_do_not_hasten_the_curriculum(lag: int) -> None:
     """The first eight groups are dropped, so that twice as many prompts are leased as are trained on."""

@@ -150,6 +150,8 @@ class PromptSource:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to the position of `state`. Raises DataError if it belongs to other data or another seed."""
         self._cursor.restore(state)
+        # What was passed over since the last look is passed over again.
+        self._num_passed_over = 0
 
     def reach(self, step: int) -> None:
         """Moves to the stage of a step, if the curriculum has stages. What is dealt next is for that step."""

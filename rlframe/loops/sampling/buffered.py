@@ -35,7 +35,10 @@ class Counts:
     """Number of times that attempts were begun."""
     leased: int = 0
     """Number of prompts whose attempts were begun."""
-    sampled: list[Rollout] = field(default_factory=list)
+    sampled: int = 0
+    """Number of sequences that were sampled."""
+    rewards: list[float] = field(default_factory=list)
+    """The reward of each attempt among them that was scored."""
     dropped: dict[Flat, int] = field(default_factory=lambda: dict.fromkeys(Flat, 0))
     left_over: int = 0
     dropped_tokens: int = 0
@@ -169,9 +172,10 @@ class BufferedSampler(Sampler):
                 groups.append(task.group)
                 progress = [asdict(each) for each in task.progress]
             described.append({**lease.description(), "progress": progress, "lost": lost})
+        judged = asdict(self._next)
 
         def write(folder: Path) -> None:
-            write_sealed(folder / LEASES, {"leases": described})
+            write_sealed(folder / LEASES, {"leases": described, "judged": judged})
             write_groups(folder / GROUPS, groups)
 
         return write
@@ -181,8 +185,10 @@ class BufferedSampler(Sampler):
         if not (folder / LEASES).exists():
             return
         groups = {group.id: group for group in read_groups(folder / GROUPS)}
-        tasks = []
-        for described in read_sealed(folder / LEASES)["leases"]:
+        tasks, held = [], read_sealed(folder / LEASES)
+        # Older checkpoints do not say.
+        self._next = Counts(**held.get("judged", {}))
+        for described in held["leases"]:
             progress, lost = described.pop("progress"), described.pop("lost")
             group = groups[str(described["ordinal"])]
             lease = Lease(prompt=group.prompt, **described)
@@ -190,7 +196,6 @@ class BufferedSampler(Sampler):
             self._begun_s[lease.ordinal] = time.monotonic()
             if progress is None:
                 self.buffer.put(lease.ordinal, *divided(group, lost))
-                self.leases.measure(lease, self.buffer.waiting[-1].group.rollouts)
                 continue
             begun = tuple(Progress(**each) for each in progress)
             tasks.append(replace(self._task(lease, group), progress=begun))
@@ -282,7 +287,8 @@ class BufferedSampler(Sampler):
             self.score([each.group for _, each in received])
         for ordinal, each in received:
             rollouts = each.group.rollouts
-            self._counts.sampled += rollouts
+            self._counts.sampled += len(rollouts)
+            self._counts.rewards += scored(attempts_in(rollouts))
             self.leases.measure(self.buffer.lease(ordinal), rollouts)
             if len(by_attempt(rollouts)) < min(2, self.group_size):
                 self._counts.unsuccessful += 1
@@ -334,11 +340,12 @@ class BufferedSampler(Sampler):
         if self.dynamic:
             metrics |= {
                 "rollout/rounds": float(counts.rounds),
-                "rollout/sampled": float(len(counts.sampled)),
-                "reward/sampled_mean": mean_of(scored(attempts_in(counts.sampled))),
+                "rollout/sampled": float(counts.sampled),
+                "reward/sampled_mean": mean_of(counts.rewards),
                 **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in counts.dropped.items()},
-                "rollout/dropped_left_over_groups": float(counts.left_over),
             }
+        if self.dynamic or counts.left_over:
+            metrics["rollout/dropped_left_over_groups"] = float(counts.left_over)
         if counts.unsuccessful:
             metrics["rollout/dropped_unsuccessful_groups"] = float(counts.unsuccessful)
         if self.buffer.rest is OversampleRest.DROP:

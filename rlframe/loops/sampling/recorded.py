@@ -10,7 +10,7 @@ from rlframe.attempts.account.stored import read_groups, write_groups
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.source import GroupSource
 from rlframe.types.rollout import Group
-from rlframe.utils.errors import DataError
+from rlframe.utils.errors import DataError, RlframeError
 
 
 @dataclass(kw_only=True)
@@ -67,15 +67,31 @@ class ReplaySampler:
     """Folder of the run that recorded."""
     recording: Recording
     phase: Phases
+    num_minibatches: int = 1
+    """Number of groups of which a batch that was not full keeps a multiple."""
+
+    def __post_init__(self) -> None:
+        self._left_over = 0
+        """Number of groups of the last step that are not trained on."""
 
     def collect(self, step: int) -> list[Group]:
-        """Returns the groups that were recorded in a step.
+        """Returns the groups that were recorded in a step, in whole minibatches.
 
         Raises:
             CheckpointError: they are damaged, or have been removed.
+            RlframeError: too few groups for an optimizer step.
         """
         with self.phase("replay"):
-            return read_groups(step_folder(self.output, step))
+            groups = read_groups(step_folder(self.output, step))
+        # The run that recorded may have had other minibatches.
+        self._left_over = len(groups) % self.num_minibatches
+        whole = groups[: len(groups) - self._left_over]
+        if not whole:
+            raise RlframeError(
+                f"step {step}: the recording in {self.output} has {len(groups)} groups, fewer than the "
+                f"{self.num_minibatches} that an update needs; lower train.num_minibatches, or the critic's"
+            )
+        return whole
 
     def settle(self, step: int) -> None:
         """Does nothing: the run that recorded has the account."""
@@ -96,8 +112,8 @@ class ReplaySampler:
         """Does nothing: nothing is under way."""
 
     def metrics(self) -> dict[str, float]:
-        """Returns nothing."""
-        return {}
+        """Returns the number of groups that are left over, if there are any."""
+        return {"rollout/dropped_left_over_groups": float(self._left_over)} if self._left_over else {}
 
     def state(self) -> dict[str, Any]:
         """Returns which run recorded."""

@@ -10,6 +10,7 @@ from rlframe.loops.sampling.recorded import RecordingSampler, ReplaySampler
 from rlframe.loops.sampling.source import GroupSource
 from rlframe.loops.saving.manifest import read_owner
 from rlframe.run.compose.parts import Parts
+from rlframe.run.compose.sampling import minibatches_of
 from rlframe.run.compose.throughput import throughput
 from rlframe.run.compose.trained import trained
 from rlframe.run.recording import recording_of
@@ -35,7 +36,7 @@ def replay(parts: Parts, algorithm: OnlineAlgorithm) -> ReplayLoop:
     return ReplayLoop(
         schedule=parts.schedule(),
         algorithm=algorithm,
-        sampler=ReplaySampler(output=output, recording=recording, phase=phase),
+        sampler=ReplaySampler(output=output, recording=recording, phase=phase, num_minibatches=minibatches_of(parts)),
         policy=models.policy,
         critic=models.critic,
         teacher=models.teacher,

@@ -71,9 +71,7 @@ def sampler(
         "prompts_per_step": config.prompts_per_step,
         "group_size": algorithm.group_size,
     }
-    num_minibatches = config.train.num_minibatches
-    if parts.requirements.critic:
-        num_minibatches = math.lcm(num_minibatches, config.critic_train.num_minibatches)
+    num_minibatches = minibatches_of(parts)
     if sampling is None or isinstance(sampling, DynamicSamplingConfig):
         buffer = Buffer(
             prompts_per_step=config.prompts_per_step,
@@ -100,6 +98,12 @@ def sampler(
             num_minibatches=num_minibatches,
         )
     return sampling(**common)
+
+
+def minibatches_of(parts: Parts) -> int:
+    """Returns the number of groups of which a batch that does not get full keeps a multiple."""
+    own = parts.config.train.num_minibatches
+    return math.lcm(own, parts.config.critic_train.num_minibatches) if parts.requirements.critic else own
 
 
 def _response_source(

@@ -126,6 +126,21 @@ def test_what_is_passed_over_is_counted_and_the_order_stays_without_a_target(
     assert epoch(leases, stream, 4, {}) == "abcd"
 
 
+def test_what_a_step_passed_over_that_is_done_again_counts_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path, {}, {}, {}, {})
+    stream = source(path, tokenizer, by=By.PASS_RATE, highest=0.9)
+    leases = Leases(stream, Ledger(tmp_path), curriculum=stream)
+    epoch(leases, stream, 4, {"b": 1.0})
+    saved = leases.state()
+    for _ in range(2):
+        # A rank of the trainer dies in the step, in the first of the two.
+        leases.restore(saved)
+        assert epoch(leases, stream, 3, {}) == "acd"
+    assert leases.metrics() == {"data/passed_over_prompts": 1.0}
+
+
 def test_what_is_passed_over_takes_nothing_of_the_share_of_its_dataset(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -145,6 +145,24 @@ def test_a_group_that_is_left_over_is_accounted_for_with_its_failed_attempts() -
     ]
 
 
+def test_a_group_that_is_left_over_for_want_of_successful_ones_is_counted_without_dynamic_sampling() -> None:
+    left = ["p1", "p2", "p4"] * 2
+
+    def observe(rollout: Rollout) -> None:
+        # In the first epoch alone, with both attempts of the group.
+        if rollout.prompt.id not in left:
+            raise RuntimeError("no session left")
+        left.remove(rollout.prompt.id)
+
+    def says(_: GenerationRequest) -> Completion:
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+
+    made = sampler({}, num_minibatches=2)
+    made.attempts = LocalAttempts([answering(says)], lambda rollout: None, observe=observe)  # type: ignore[assignment]
+    assert collected(made, 1) == ["p1", "p1", "p2", "p2"]
+    assert made.metrics()["rollout/dropped_left_over_groups"] == 1.0
+
+
 def test_a_batch_without_any_signal_ends_the_run_with_the_counts() -> None:
     made = dynamic({"p0": (1, 1)}, otherwise=(0, 0), max_rounds=2)
     counts = "groups with equal rewards: 1 all right, 7 all wrong, 0 other"
@@ -254,6 +272,80 @@ def test_what_a_checkpoint_judges_counts_in_the_next_step_and_before_its_positio
     assert made.metrics()["rollout/dropped_all_right_groups"] == 2
     assert made.metrics()["rollout/dropped_tokens"] == 4
     made.reset()
+
+
+def test_what_a_checkpoint_judges_counts_in_the_next_step_of_a_resumed_run_too(tmp_path: Path) -> None:
+    flat_ones = dict.fromkeys(("p4", "p5", "p6", "p7", "p8", "p9"), (1.0, 1.0))
+    first, second = (sampler(flat_ones, dynamic=DynamicSamplingConfig(), max_policy_lag=1) for _ in range(2))
+    first.attempts.rollout.version = 0
+    first.collect(1)
+    first.settle(1)
+    # The policy trains meanwhile.
+    first.attempts._loop.run_until_complete(asyncio.sleep(1))
+    first.hold(1)(tmp_path)
+    position = first.leases.state()
+    flat_ones.clear()
+    first.attempts.rollout.version = 1
+    first.collect(2)
+    second.leases.restore(position)
+    second.attempts.rollout.version = 1
+    second.go_on(tmp_path)
+    second.collect(2)
+    names = ("rollout/sampled", "reward/sampled_mean", "rollout/dropped_all_right_groups", "rollout/dropped_tokens")
+    expected, found = first.metrics(), second.metrics()
+    assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+    for each in (first, second):
+        each.reset()
+
+
+def test_a_resumed_run_keeps_the_newest_pass_rate_of_a_prompt_that_is_also_in_a_group_that_waits(
+    tmp_path: Path,
+) -> None:
+    rates: dict[str, float] = {}
+    times: dict[str, int] = dict.fromkeys(("p0", "p1", "p2", "p3"), 0)
+
+    class Rated:
+        """A curriculum with the newest pass rate of each prompt."""
+
+        def reach(self, step: int) -> None: ...
+
+        def passes_over(self, prompt: Prompt) -> bool:
+            return False
+
+        def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
+            rates[prompt.id] = sum(rollout.reward for rollout in rollouts) / 2
+
+        def metrics(self) -> dict[str, float]:
+            return {}
+
+    def score(rollout: Rollout) -> None:
+        lease, times[rollout.prompt.id] = times[rollout.prompt.id] // 2, times[rollout.prompt.id] + 1
+        is_right = (rollout.prompt.id, lease) in (("p1", 1), ("p0", 2))
+        rollout.reward = 1.0 if is_right else float(rollout.sample_index)
+
+    def says(_: GenerationRequest) -> Completion:
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+
+    first, second = (sampler({}, dynamic=DynamicSamplingConfig(), max_policy_lag=1) for _ in range(2))
+    few = PROMPTS[:4]
+    ids, tokens = [prompt.id for prompt in few], [prompt.input.token_ids for prompt in few]
+    for number, each in enumerate((first, second)):
+        cursor = Cursor(few, ids=ids, tokens=tokens, seed=0, shuffle=False)
+        each.leases = Leases(cursor, Ledger(tmp_path / str(number)), curriculum=Rated())  # type: ignore[arg-type]
+        each.attempts = LocalAttempts([answering(says)], score)  # type: ignore[assignment]
+        each.attempts.rollout.version = 0
+    (tmp_path / "0").mkdir()
+    first.collect(1)
+    first.settle(1)
+    first.attempts._loop.run_until_complete(asyncio.sleep(1))  # type: ignore[attr-defined]
+    first.hold(1)(tmp_path)
+    # The group of its second epoch waits, that of its third was dropped.
+    assert "p0" in [each.lease.prompt.id for each in first.buffer.waiting] and rates["p0"] == 1.0
+    second.leases.restore(first.leases.state())
+    second.go_on(tmp_path)
+    assert rates["p0"] == 1.0
+    for each in (first, second):
+        each.reset()
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from rlframe.attempts.account.recording import Recording, step_folder
-from rlframe.attempts.account.stored import ARRAYS, read_groups
+from rlframe.attempts.account.stored import ARRAYS, read_groups, write_groups
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.recorded import RecordingSampler, ReplaySampler
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group
-from rlframe.utils.errors import CheckpointError, DataError
+from rlframe.utils.errors import CheckpointError, DataError, RlframeError
 
 
 class Counting:
@@ -25,9 +25,14 @@ class Counting:
         return {"rollout/rounds": 2.0}
 
 
-def replay(output: Path, *, run: str = "a") -> ReplaySampler:
+def replay(output: Path, *, run: str = "a", num_minibatches: int = 1) -> ReplaySampler:
     recording = Recording(run=run, settings={}, tokenizer="")
-    return ReplaySampler(output=output, recording=recording, phase=Phases(sharing=[], announce=lambda name: None))
+    return ReplaySampler(
+        output=output,
+        recording=recording,
+        phase=Phases(sharing=[], announce=lambda name: None),
+        num_minibatches=num_minibatches,
+    )
 
 
 def test_what_is_recorded_is_replayed(tmp_path: Path) -> None:
@@ -40,6 +45,20 @@ def test_what_is_recorded_is_replayed(tmp_path: Path) -> None:
     assert given == {step: Counting().collect(step) for step in (1, 2)}
     for step in (2, 1):
         assert replay(tmp_path).collect(step) == given[step] == read_groups(step_folder(tmp_path, step))
+
+
+def test_a_batch_that_was_not_full_is_replayed_in_whole_minibatches(tmp_path: Path) -> None:
+    groups = [
+        Group.begin(f"{place}", Prompt(id="p", text="", input=ModelInput(np.array([1]))), 2) for place in range(6)
+    ]
+    write_groups(step_folder(tmp_path, 3), groups)
+    for num_minibatches, kept in ((2, 6), (4, 4), (5, 5)):
+        made = replay(tmp_path, num_minibatches=num_minibatches)
+        assert made.collect(3) == groups[:kept]
+        left_over = {"rollout/dropped_left_over_groups": float(6 - kept)} if kept < 6 else {}
+        assert made.metrics() == left_over
+    with pytest.raises(RlframeError, match=r"step 3: .* has 6 groups, fewer than the 8 that an update needs"):
+        replay(tmp_path, num_minibatches=8).collect(3)
 
 
 def test_a_step_that_was_damaged_later_is_named(tmp_path: Path) -> None:

@@ -83,10 +83,7 @@ def halted_processes(workers: Sequence[WorkerInfo] = ()) -> list[str]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            status, name = process.status(), title(process)
-        except psutil.ZombieProcess:
-            # Such has no command line, but a name.
-            status, name = psutil.STATUS_ZOMBIE, process.name()
+            status, name = status_and_title(process)
         except psutil.NoSuchProcess:
             continue
         if name.startswith("ray::") or process.pid in known:
@@ -96,6 +93,15 @@ def halted_processes(workers: Sequence[WorkerInfo] = ()) -> list[str]:
         elif status == psutil.STATUS_ZOMBIE and name in RAY_SERVERS:
             found.append(f"{DEAD}{name} (pid {process.pid})")
     return found
+
+
+def status_and_title(process: psutil.Process) -> tuple[str, str]:
+    """Returns what psutil says of a process, and its `title`."""
+    try:
+        return process.status(), title(process)
+    except psutil.ZombieProcess:
+        # Such has no command line, but a name.
+        return psutil.STATUS_ZOMBIE, process.name()
 
 
 def title(process: psutil.Process) -> str:

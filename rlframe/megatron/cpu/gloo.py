@@ -2,6 +2,7 @@
 
 torch 2.11 to 2.13 gives each group a device of its own, whose thread wakes up a hundred times a second whether there is
 traffic or not. A rank has some twenty groups: with four ranks on two cores, that takes a tenth of a core and more.
+This file can go when a process with ten groups has as many threads as one with two.
 """
 
 import os

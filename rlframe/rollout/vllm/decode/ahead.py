@@ -15,9 +15,9 @@ STEPS = 3
 KEY = "rlframe_steps_under_way"
 """Entry of vLLM's `additional_config`, which the core and its workers read alike. Without it vLLM decides."""
 FEW_ROWS = "rlframe_few_rows"
-"""Another: the number of the kernels of their own that steps of few rows have (`few_rows`, `joined`), 0 for none. vLLM
-keeps compiled models by all entries, so that models that were compiled for other kernels lie apart. To be raised with
-each change of what they compute or when they are used."""
+"""Another: the version of the kernels of their own that steps of few rows have (`few_rows`, `joined`), 0 for none. vLLM
+keeps compiled models by all entries, so that models that were compiled for another version lie apart. To be raised with
+each change of what the kernels compute or when they are used."""
 ENTRIES = {KEY: STEPS, FEW_ROWS: 2}
 """Entries that an engine on a GPU has."""
 

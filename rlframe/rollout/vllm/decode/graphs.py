@@ -1,7 +1,8 @@
 """CUDA graphs of a few kernels each, which are launched at once.
 
-Around the model vLLM (0.26) launches a dozen kernels in a step, each from Python: an H200's host took 1.6 ms for a step
-that computes 1.5 (2026-11-29, by hand). While the requests of a step stay the same, so do the kernels' arguments.
+Around the model vLLM (0.26) launches a dozen kernels in a step, each from Python: one of an H200's hosts took 1.6 ms
+for a step that computes 1.4 (2026-11-29, by hand). While the requests of a step stay the same, so do the arguments of
+the kernels.
 """
 
 from collections.abc import Callable

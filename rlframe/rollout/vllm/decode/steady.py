@@ -22,7 +22,7 @@ RELEASE = "0.26."
 MOST_CAPTURED = 16
 """Most requests of a step whose kernels are captured. Steps of more requests compute for longer than the host needs."""
 LEAST_REPEATS = 8
-"""Repeats after which kernels are captured, which takes about as long as two steps."""
+"""Repeats after which kernels are captured: captures themselves take the host's time, which has not been measured."""
 
 
 def install(runner: Any) -> None:

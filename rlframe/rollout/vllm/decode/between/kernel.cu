@@ -1,11 +1,12 @@
-// What a decode step of up to 8 rows computes between two attentions of a dense model, in one launch: the
-// product that ends the first, norm, gate and up, down, norm, and the product that begins the second.
+// What a decode step of up to 8 rows computes between two attentions of a dense model, in one launch: the product that
+// ends the first, norm, gate and up, down, norm, and the product that begins the second.
 //
 // Each program is a block of threads that takes a multiprocessor for itself, and there are no more of them than
-// multiprocessors, so that all run at the same time, once other kernels have ended, and can wait for each other. A product's rows of weights are divided among them in tiles of TILE rows. LOADERS
-// warps of a program copy weights into a ring of slots in shared memory, in the order in which they are needed, and wait
-// for no result. WARPS warps multiply. So while all programs wait for the last result of a product, the weights of the
-// next ones arrive, and the memory never idles for long.
+// multiprocessors, so that all run at the same time, once other kernels have ended, and can wait for each other. A
+// product's rows of weights are divided among them in tiles of TILE rows. LOADERS warps of a program copy weights into a
+// ring of slots in shared memory, in the order in which they are needed, and wait for no result. WARPS warps multiply.
+// So while all programs wait for the last result of a product, the weights of the next ones arrive, and the memory never
+// idles for long.
 //
 // Compiled by NVRTC with HIDDEN (numbers of a row between layers) and STAGES (slots of the ring). Numbers are bfloat16,
 // sums float32.
@@ -259,8 +260,8 @@ __device__ __forceinline__ void sums_with_normed(Ring &ring, u32 x, float (*sums
 
 // -- between products
 
-// Norms rows into shared memory, each warp one. Rounds as vLLM's fused_add_rms_norm, but that the sum which
-// is normed is rounded, too.
+// Norms rows into shared memory, each warp one. Rounds as vLLM's fused_add_rms_norm, but that the sum which is normed is
+// rounded, too.
 __device__ void norm(const Step &step, const u16 *x, const u16 *weight, char *to, int row, int lane) {
     static_assert(ROWS == WARPS, "a row for each warp");
     uint4 v[VECTORS];

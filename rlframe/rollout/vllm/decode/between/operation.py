@@ -1,5 +1,7 @@
 """The operation `rlframe::between`, for graphs of torch.compile: one kernel for few rows, several for more."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,20 +40,10 @@ def _between(
     return product(normed, next, bias), total
 
 
-def _shaped(
-    attended: Tensor,
-    residual: Tensor,
-    output: Tensor,
-    norm: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    next_norm: Tensor | None,
-    next: Tensor | None,  # noqa: A002 - named as in the operation
-    bias: Tensor | None,
-    epsilon: float,
-) -> tuple[Tensor, Tensor]:
+def _shaped(attended: Tensor, residual: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """Returns tensors of the shapes that `_between` returns, for the same arguments."""
-    columns = residual.shape[1] if next is None else next.shape[0]
+    *_, following, _, _ = others
+    columns = residual.shape[1] if following is None else following.shape[0]
     return residual.new_empty(residual.shape[0], columns), torch.empty_like(residual)
 
 

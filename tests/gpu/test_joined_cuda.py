@@ -100,6 +100,6 @@ def test_responses_are_as_near_to_float32_as_those_of_vllms_parts(
     num_layers = AutoConfig.from_pretrained(folder).num_hidden_layers
     assert (num_joined, captured) == (num_layers, True) and parts == (0, False), "each engine has its own parts"
     ours, theirs = gaps(folder, completions), gaps(folder, others)
-    # Logits are bfloat16 in both: at 2 to 4 they are 2 ** -6 apart.
-    assert theirs.mean() < 0.03 and ours.mean() < 1.1 * theirs.mean(), f"{ours.mean()} and {theirs.mean()} nats"
+    # Logits are bfloat16 in both: at 2 to 4 they are 2 ** -6 apart, those of a model with biases are larger.
+    assert theirs.mean() < 0.1 and ours.mean() < 1.1 * theirs.mean(), f"{ours.mean()} and {theirs.mean()} nats"
     assert ours.max() < 2 * theirs.max(), f"{ours.max()} and {theirs.max()} nats"

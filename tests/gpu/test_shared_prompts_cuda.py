@@ -3,7 +3,6 @@
 tests/gpu/test_gradient_matrix_cuda.py compares small ones with transformers.
 """
 
-import pathlib
 from typing import Any
 
 import pytest
@@ -31,13 +30,23 @@ CASES = {"long": Case((1500, 700, 130, 9), RESPONSES), "short": Case((130, 9), R
 attention reads, so that they have a call of their own."""
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    make("qwen3", folder, max_position_embeddings=2048, **SIZES).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def exact(folder: str) -> dict[str, Any]:
+    """Results in float32, of prompts computed apart."""
+    return run_distributed(on_rank, 1, folder, Recompute.NONE, Device.CPU, Dtype.FLOAT32, CASES, ["plain"])[0]
+
+
 @pytest.mark.parametrize("recompute", list(Recompute))
 def test_gradients_and_logprobs_are_as_near_to_float32_as_those_of_prompts_computed_apart(
-    recompute: Recompute, tmp_path: pathlib.Path
+    recompute: Recompute, folder: str, exact: dict[str, Any]
 ) -> None:
-    make("qwen3", tmp_path, max_position_embeddings=2048, **SIZES).to(torch.bfloat16).save_pretrained(tmp_path)
-    folder = str(tmp_path)
-    (exact,) = run_distributed(on_rank, 1, folder, Recompute.NONE, Device.CPU, Dtype.FLOAT32, CASES, ["plain"])
     (found,) = run_distributed(on_rank, 1, folder, recompute, Device.CUDA, Dtype.BFLOAT16, CASES, timeout_s=300)
     for name, results in found.items():
         assert_as_near_to_float32(results, exact[name], name)

@@ -146,8 +146,16 @@ def make(name: str, folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     (folder / "generation_config.json").write_text(
-        # Defaults that would show in every response if they leaked in.
-        json.dumps({"eos_token_id": STOP_TOKENS, "temperature": 0.1, "top_k": 2, "repetition_penalty": 3.0})
+        # Defaults that would show in every response if they leaked in. Without `do_sample` transformers saves none.
+        json.dumps(
+            {
+                "eos_token_id": STOP_TOKENS,
+                "do_sample": True,
+                "temperature": 0.1,
+                "top_k": 2,
+                "repetition_penalty": 3.0,
+            }
+        )
     )
     return folder
 

@@ -193,6 +193,8 @@ def rlframe(workload: Workload, folder: Path, run: Path, count: int, arguments: 
         yield seconds | {
             "at": record["at"],
             "response_tokens": record["rollout/response_tokens_mean"] * workload.responses,
+            # Whether all that is fast computes the model that is trained.
+            "logprob_gap_mean_nats": record["rollout/logprob_gap_mean_nats"],
             "spans": [(each["name"], each.get("ready_s", each["start_s"]), each["end_s"]) for each in phases],
         }
 
@@ -377,6 +379,8 @@ def table(arguments: argparse.Namespace) -> str:
         memory = " ".join(f"{key} {value / 1e9:.1f}" for key, value in case["memory_bytes"].items())
         line = f"{name:<10} {seconds} s of {case['counted']}; start {case['start_s']:.0f} s; {memory} GB"
         line += f"; {median['response_tokens']:.0f} response tokens"
+        if "logprob_gap_mean_nats" in median:
+            line += f"; {median['logprob_gap_mean_nats']:.4f} nats between engine and trainer"
         if ours:
             line += f"; {median['step'] / ours['median']['step']:.2f} times rlframe's step, "
             line += f"{median['response_tokens'] / ours['median']['response_tokens']:.4f} times its tokens"

@@ -60,7 +60,7 @@ def both(engine: VllmEngine, requests: list[GenerationRequest]) -> list[tuple[np
             parameters.logprobs, parameters.flat_logprobs = 0, True
             async for output in engine._engine.generate(prompt(request.input, epoch=0), parameters, record):
                 (piece,) = output.outputs
-            recorded = await fetcher.logprobs(record, list(piece.token_ids))
+            recorded, _ = await fetcher.take(record, list(piece.token_ids))
         return recorded, np.array(piece.logprobs.logprobs, dtype=np.float32)
 
     async def every() -> list[tuple[np.ndarray, np.ndarray]]:

@@ -12,7 +12,8 @@ one after the other. The lanes of a phase run side by side. A phase begins when 
 
 `run` is a command of bash in the current folder. In it $RESULT is a folder of the job's own. `path` names folders of
 the home folder that go on PYTHONPATH before ~/overlay/extras and ~/site, `env` further variables. When a job ends, or
-its limit does, every process that has its environment is killed, so that daemons hold no GPU that the next job needs.
+its limit does, every process that has its environment or its session is killed, so that none holds a GPU that the next
+job needs: daemons have sessions of their own, and a process that has given itself a title has no environment to read.
 
 A job may outlast the ten minutes of a call on the machine: machine.sh gives the queue a session of its own.
 
@@ -120,7 +121,7 @@ class Queue:
             except subprocess.TimeoutExpired:
                 rc = None
         for stop in (signal.SIGTERM, signal.SIGKILL) if rc is None else (signal.SIGKILL,):
-            kill(name, stop)
+            kill(name, process.pid, stop)
         process.wait()
         self.note(name, rc=rc, seconds=time.monotonic() - begun, log=log.read_text(errors="replace"))
 
@@ -139,24 +140,27 @@ def small(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return member if member.isdir() or (member.isfile() and member.size <= LARGEST_BYTES) else None
 
 
-def kill(name: str, stop: signal.Signals) -> None:
+def kill(name: str, session: int, stop: signal.Signals) -> None:
     """Sends a signal to every process of a job, and gives those that may clean up some seconds for it."""
-    for each in processes(name):
+    for each in processes(name, session):
         try:
             os.kill(each, stop)
         except ProcessLookupError:
             pass
     until = time.monotonic() + (4.0 if stop is signal.SIGTERM else 1.0)
-    while time.monotonic() < until and any(processes(name)):
+    while time.monotonic() < until and any(processes(name, session)):
         time.sleep(0.1)
 
 
-def processes(name: str) -> Iterator[int]:
-    """Yields the processes whose environment has a job's mark."""
+def processes(name: str, session: int) -> Iterator[int]:
+    """Yields the processes of a job's session, and those whose environment has the job's mark, if they have not
+    ended."""
     mark = f"{MARK}={name}\0".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (folder / "environ").read_bytes():
+            # Behind the name, which may have spaces: state, parent, group, session.
+            state, _, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if state != "Z" and (int(of) == session or mark in (folder / "environ").read_bytes()):
                 yield int(folder.name)
         except OSError:
             continue  # It has ended, or belongs to somebody else.

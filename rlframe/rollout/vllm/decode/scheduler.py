@@ -30,9 +30,40 @@ def scheduler(*, vllm_config: Any, **arguments: Any) -> Any:
     own = copy(vllm_config.scheduler_config)
     own.scheduler_cls = None
     made = own.get_scheduler_cls()(vllm_config=vllm_config, **arguments)
+    wait_for_tokens(made)
     if shorten(made.kv_cache_manager, lookahead=made.num_lookahead_tokens) and Repeated.knows(made):
         Repeated(made).install()
     return made
+
+
+def wait_for_tokens(scheduler: Any) -> None:
+    """Makes a scheduler admit no request while one that it has preempted waits for tokens of steps under way.
+
+    vLLM (0.26) begins such a request anew with the tokens that it knows. With two steps under way it knows all of them
+    by then. With three it may sample the last one again, and then takes both. Later releases keep account of such steps
+    (`num_stale_output_tokens` in 0.32), so that no preempted request waits here.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    decide, preempt = scheduler.schedule, scheduler._preempt_request
+    preempted: list[Any] = []
+
+    def preempt_request(request: Any, *arguments: Any, **options: Any) -> None:
+        preempt(request, *arguments, **options)
+        preempted.append(request)
+
+    def schedule(*arguments: Any, **options: Any) -> Any:
+        # Those that have ended or been admitted since have left the queue.
+        preempted[:] = [each for each in preempted if each.status.name == "PREEMPTED" and each.num_output_placeholders]
+        if not preempted or scheduler.pause_state is not PauseState.UNPAUSED:
+            return decide(*arguments, **options)
+        scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        try:
+            return decide(*arguments, **options)
+        finally:
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    scheduler.schedule, scheduler._preempt_request = schedule, preempt_request
 
 
 def shorten(manager: Any, *, lookahead: int) -> bool:

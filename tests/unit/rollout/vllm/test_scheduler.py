@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlframe.rollout.vllm.decode.ahead import STEPS
-from rlframe.rollout.vllm.decode.scheduler import MARGIN, Repeated, scheduler, shorten
+from rlframe.rollout.vllm.decode.scheduler import MARGIN, Repeated, scheduler, shorten, wait_for_tokens
 from tests.tiny_models import make
 
 pytestmark = [
@@ -105,6 +105,7 @@ def test_vllms_own_class_is_made_for_the_configuration() -> None:
 
     class Own:
         kv_cache_manager, num_lookahead_tokens = manager(), 0
+        schedule = _preempt_request = None
 
         def __init__(self, **arguments: Any):
             made.append(arguments)
@@ -212,3 +213,66 @@ def test_a_step_that_is_repeated_is_the_one_that_vllm_decides_on(
         assert STEPS_SERVED - len(decided) > 50
         free, other = (each.kv_cache_manager.block_pool.get_num_free_blocks() for each in (own, short))
         assert free == other
+
+
+def responses(made: Any, requests: list[Any], *, steps: int) -> None:
+    """Serves requests to their ends by a device that samples the number of a token, with so many steps under way."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    known: dict[str, int] = {}
+    under_way: deque[tuple[Any, list[list[int]]]] = deque()
+    for each in requests:
+        made.add_request(each)
+    while made.has_unfinished_requests():
+        output = made.schedule()
+        begun = {each.req_id: each for each in output.scheduled_new_reqs}
+        known |= {name: len(each.prefill_token_ids) for name, each in begun.items()}
+        cached = output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {name: each.num_computed_tokens for name, each in begun.items()}
+        ends = {name: computed[name] + count for name, count in output.num_scheduled_tokens.items()}
+        tokens = [
+            [end - made.requests[name].num_prompt_tokens + 100] if end >= known[name] else []
+            for name, end in ends.items()
+        ]
+        under_way.append((output, tokens))
+        if len(under_way) == steps or not output.total_num_scheduled_tokens:
+            first, tokens = under_way.popleft()
+            names = list(first.num_scheduled_tokens)
+            places = {name: index for index, name in enumerate(names)}
+            made.update_from_output(
+                first, ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=tokens)
+            )
+
+
+def as_026(made: Any) -> None:
+    """Makes a scheduler of any release keep no account of the steps of a request that it preempts."""
+    preempt = made._preempt_request
+
+    def preempt_request(request: Any, *arguments: Any, **options: Any) -> None:
+        placeholders = request.num_output_placeholders
+        preempt(request, *arguments, **options)
+        request.num_output_placeholders, request.num_stale_output_tokens = placeholders, 0
+
+    made._preempt_request = preempt_request
+
+
+@pytest.mark.parametrize("keeps_account", [False, True])
+def test_preempted_requests_go_on_behind_the_tokens_of_steps_under_way(folder: Path, keeps_account: bool) -> None:
+    """With two steps under way vLLM knows all tokens when it lets a request begin anew. With three 0.26 did so before
+    the last had come, sampled it again, and took both."""
+    made = scheduling(folder, blocks=14, second_runner=True)
+    if not keeps_account:
+        as_026(made)
+    wait_for_tokens(made)
+    drawn = random.Random(0)
+    lengths = {str(number): drawn.randint(20, 40) for number in range(12)}
+    requests = [
+        request(name, [drawn.randrange(8, 60) for _ in range(drawn.randint(3, 30))], max_tokens=length)
+        for name, length in lengths.items()
+    ]
+    responses(made, requests, steps=STEPS)
+    assert sum(each.num_preemptions for each in requests) > 5
+    assert {each.request_id: list(each.output_token_ids) for each in requests} == {
+        name: list(range(100, 100 + length)) for name, length in lengths.items()
+    }

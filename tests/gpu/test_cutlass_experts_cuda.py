@@ -1,4 +1,5 @@
-"""The one CUTLASS kernel for all experts' products (`train.kernels.cutlass_experts`) against float64, on one GPU."""
+"""The one CUTLASS kernel for all experts' products (`train.kernels.cutlass_experts`), and rlframe's for the gradients
+of their weights (`train.kernels.expert_gradients`), against float64, on one GPU."""
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ pytestmark = pytest.mark.gpu
 TOKENS = [0, 3, 128, 77, 0, 300, 1, 515]
 """Of each expert; some get none."""
 ROWS, INNER, COLUMNS = sum(TOKENS), 256, 384
-GROUPED = "GroupProblemShape"
-"""In the kernel's name."""
+GROUPED, OF_WEIGHTS = "GroupProblemShape", "_add"
+"""In the names of the kernels, the second of which is the whole name."""
 
 
 def inputs() -> tuple[list[Tensor], Tensor, Tensor]:
@@ -22,8 +23,8 @@ def inputs() -> tuple[list[Tensor], Tensor, Tensor]:
     return [matrix(COLUMNS, INNER) for _ in TOKENS], matrix(ROWS, INNER), matrix(ROWS, COLUMNS)
 
 
-def transformer_engines() -> tuple[dict[str, Tensor], int]:
-    """Output and gradients of Transformer Engine's layer, and how many kernels were for all experts at once."""
+def transformer_engines() -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Output and gradients of Transformer Engine's layer, and how many kernels of either name there were."""
     import transformer_engine.pytorch as te
 
     weights, tokens, above = inputs()
@@ -31,20 +32,22 @@ def transformer_engines() -> tuple[dict[str, Tensor], int]:
         len(TOKENS), INNER, COLUMNS, bias=False, params_dtype=torch.bfloat16, device="cuda",
         fuse_wgrad_accumulation=True,
     )  # fmt: skip
+    # As in Megatron's gradient buffer, which holds the sum over micro-batches, and begins with the last parameter.
+    sums = torch.ones(len(TOKENS), COLUMNS, INNER, device="cuda")
     for index, weight in enumerate(weights):
         parameter = getattr(layer, f"weight{index}")
         parameter.data.copy_(weight)
-        # As in Megatron's gradient buffer, which holds the sum over micro-batches.
-        parameter.main_grad = torch.ones(COLUMNS, INNER, device="cuda")
+        parameter.main_grad = sums[-1 - index]
     tokens.requires_grad_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         output = layer(tokens, TOKENS)
         output.backward(above)
         torch.cuda.synchronize()
     assert tokens.grad is not None
-    grouped = sum(GROUPED in event.name for event in profiler.events())
+    names = [event.name for event in profiler.events()]
+    kernels = sum(GROUPED in name for name in names), names.count(OF_WEIGHTS)
     weight_gradients = {f"weight{index}": getattr(layer, f"weight{index}").main_grad for index in range(len(TOKENS))}
-    return {"output": output.detach(), "tokens": tokens.grad} | weight_gradients, grouped
+    return {"output": output.detach(), "tokens": tokens.grad} | weight_gradients, kernels
 
 
 def by_hand() -> dict[str, tuple[Tensor, Tensor]]:
@@ -68,11 +71,18 @@ def by_hand() -> dict[str, tuple[Tensor, Tensor]]:
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
 )
 @pytest.mark.parametrize("cutlass", [True, False])
-def test_all_experts_products_are_those_of_float64(cutlass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["own_gradients", "cublas_gradients"])
+def test_all_experts_products_are_those_of_float64(cutlass: bool, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformer_engine.pytorch.module import grouped_linear
+
+    from rlframe.megatron.model.layers.expert_gradients import by_one_kernel
+
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", str(int(cutlass)))
-    found, grouped = transformer_engines()
-    # Forward and the tokens' gradient. The weights' gradients have inner sizes of their own, and go to cuBLAS.
-    assert grouped == (2 if cutlass else 0)
+    if own:
+        monkeypatch.setattr(grouped_linear, "general_grouped_gemm", by_one_kernel(grouped_linear.general_grouped_gemm))
+    found, kernels = transformer_engines()
+    # CUTLASS's are forward and for the tokens' gradient. The weights' gradients have inner sizes of their own.
+    assert kernels == (2 if cutlass else 0, int(own))
     for name, (exact, scale) in by_hand().items():
         value = found[name].double()
         # Sums in float32, in whatever order: each of at most 515 additions rounds, or cuts off, by 2^-22 of the sum of

@@ -121,6 +121,7 @@ SAME = {
 SAME_OF_EXPERTS = {
     "unfused_experts": {"kernels": UNFUSED | {"permute_fusion": False}},
     "cublas": {"kernels": {"cutlass_experts": False}},
+    "gradients_by_cublas": {"kernels": {"expert_gradients": False}},
 }
 
 

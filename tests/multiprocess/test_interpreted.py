@@ -14,6 +14,7 @@ FILES = {
         "weight_sync/interpreted/kernels.py",
         "models/interpreted/fp8.py",
         "megatron/vocab/interpreted/vocab.py",
+        "megatron/model/interpreted/expert_gradients.py",
         "megatron/model/interpreted/query_key.py",
         "megatron/model/interpreted/swiglu.py",
         "megatron/packed/interpreted/rows.py",

@@ -63,8 +63,11 @@ class KernelConfig:
     cutlass_experts: bool = True
     """Whether the products of all experts are one CUTLASS kernel instead of one cuBLAS product each: 1.5 to 1.7 times
     the tokens a second on layers of Qwen3-30B-A3B, which otherwise wait for launches. Transformer Engine has it for
-    bfloat16 without biases on Hopper, if sizes are multiples of 128. Other products, and the gradients of weights,
-    remain cuBLAS's."""
+    bfloat16 without biases on Hopper, if sizes are multiples of 128. Other products remain cuBLAS's."""
+    expert_gradients: bool = True
+    """Whether the gradients of all experts' weights are one kernel of rlframe's instead of one cuBLAS product each,
+    which wait for launches. It needs `gradient_accumulation_fusion`, experts without biases, and sizes that are
+    multiples of 128."""
     gradient_accumulation_fusion: bool = True
     """Whether matrix products of Transformer Engine's layers add to the gradient buffer themselves. The embedding and
     the output layer are Megatron's own and would need APEX for it."""

@@ -21,6 +21,7 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.lora import adapters as lora
 from rlframe.megatron.memory.activations import offload_layer_inputs
 from rlframe.megatron.model.architecture_fields import model_arguments
+from rlframe.megatron.model.layers.dispatch import sort_once
 from rlframe.megatron.model.layers.heads import replace_output_layer
 from rlframe.megatron.model.layers.latent import set_latent_epsilon
 from rlframe.megatron.model.layers.parts import divide_logits, scale_embeddings
@@ -85,6 +86,18 @@ class Model:
     parameters in their own number format."""
 
 
+def install_kernels(architecture: Architecture, config: TransformerConfig, train: TrainConfig) -> None:
+    """Puts rlframe's kernels for a GPU in the place of functions of Megatron and Transformer Engine."""
+    if config.bias_activation_fusion:
+        from rlframe.megatron.model.layers import swiglu_kernels  # noqa: PLC0415 - needs Triton
+
+        swiglu_kernels.install()
+    if architecture.num_experts and train.kernels.expert_gradients:
+        from rlframe.megatron.model.layers import expert_gradients  # noqa: PLC0415 - needs Triton
+
+        expert_gradients.install()
+
+
 def build(
     family: Family,
     architecture: Architecture,
@@ -102,11 +115,10 @@ def build(
     """
     parallel = Parallel.parse(train.parallel)
     config = transformer_config(architecture, train, parallel, device)
-    if config.bias_activation_fusion:
-        from rlframe.megatron.model.layers import swiglu_kernels  # noqa: PLC0415 - needs Triton
-
-        swiglu_kernels.install()
+    if device.type == "cuda":
+        install_kernels(architecture, config, train)
     modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
+    sort_once(modules)
     if float32_logits and architecture.num_outputs is None and modules[-1].post_process:
         keep_float32(modules[-1].output_layer)
     if train.share_prompts:

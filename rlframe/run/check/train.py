@@ -141,7 +141,7 @@ def _dense_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fa
                 got=value,
                 hint="remove it",
             )
-    for key in ("cutlass_experts", "permute_fusion"):
+    for key in ("cutlass_experts", "expert_gradients", "permute_fusion"):
         if not getattr(train.kernels, key):
             yield Fault(
                 f"train.kernels.{key}",

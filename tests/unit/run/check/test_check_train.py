@@ -86,6 +86,10 @@ def test_what_needs_cuda_is_refused_on_a_cpu_by_name(train: dict[str, Any], star
             {"kernels": {"cutlass_experts": False}},
             "train.kernels.cutlass_experts has no effect on qwen3, which is dense",
         ),
+        (
+            {"kernels": {"expert_gradients": False}},
+            "train.kernels.expert_gradients has no effect on qwen3, which is dense",
+        ),
         ({"kernels": {"permute_fusion": False}}, "train.kernels.permute_fusion has no effect on qwen3, which is dense"),
         ({"moe": {"freeze_router": True}}, "train.moe.freeze_router has no effect on qwen3, which is dense, got true"),
         (

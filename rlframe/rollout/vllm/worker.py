@@ -103,7 +103,8 @@ class RecordingLoader(DefaultModelLoader):
     def load_model(self, vllm_config: Any, model_config: Any, **kwargs: Any) -> Any:
         """Returns the model, loaded and post-processed by vLLM, with its `LoadNotes` or `DraftNotes`. A draft
         model of its own is loaded by vLLM alone."""
-        own_kernels = multiplies_few_rows(vllm_config) and torch.cuda.get_device_capability() >= MEASURED
+        asked = multiplies_few_rows(vllm_config) and vllm_config.device_config.device_type == "cuda"
+        own_kernels = asked and torch.cuda.get_device_capability() >= MEASURED
         if own_kernels:
             # They need Triton, which an engine on a CPU may lack.
             from rlframe.rollout.vllm.decode import few_rows, joined, rotary

@@ -50,6 +50,8 @@ PASSES = 8.5
 ms."""
 SORTING_PASSES = 18.0
 """Times that sorting moves the bytes of the experts' inputs, forward and backward: qwen3_30b_a3b_cut_cutlass, 54 ms."""
+SORTING_PASSES_ALONE = 7.4
+"""The same where all experts are on one rank: qwen3_30b_a3b_cut_gradients, 22 ms."""
 OPTIMIZER_BANDWIDTH = 0.37
 """AdamW over the memory's speed: qwen3_4b, 64 ms; qwen3_30b_a3b_cut_cutlass, 95 ms."""
 LAUNCH_S = 59e-6
@@ -64,6 +66,9 @@ LAUNCHES_PER_EXPERT = 1.5
 """Kernels for each expert of a rank, with train.kernels.cutlass_experts: qwen3_30b_a3b_cut_cutlass."""
 LAUNCHES_PER_EXPERT_SINGLY = 6.2
 """The same without it: qwen3_30b_a3b_cut."""
+LAUNCHES_PER_EXPERT_JOINTLY = 1.2
+"""The same with train.kernels.expert_gradients, which launches one kernel for all: what the host does with each
+expert's tensors takes as long as so many. 16 us less than without: qwen3_30b_a3b_cut_gradients."""
 REFERENCE_BANDWIDTH = 22e9
 """Bytes a second at which a rank exchanges its weights with the reference's in host memory, pinned: dpo_4b, 0.74 s for
 twice 8.04 GB."""

@@ -208,9 +208,11 @@ class TrainerSeconds:
         return numbers * self.memory.itemsize * share / self.speeds.memory
 
     def _sorting(self, share: float) -> float:
-        shape = self.memory.architecture
+        shape, parallel = self.memory.architecture, self.memory.parallel
         inputs = shape.experts_per_token * shape.hidden_size * self.memory.itemsize
-        return share * inputs * constants.SORTING_PASSES / self.speeds.memory
+        alone = parallel.ep * parallel.etp == 1
+        passes = constants.SORTING_PASSES_ALONE if alone else constants.SORTING_PASSES
+        return share * inputs * passes / self.speeds.memory
 
     def _from_host(self, stage: StageWeights, *, backward: bool) -> float:
         """Returns the seconds in which the inputs of layers come back from host memory. The way there is hidden."""
@@ -254,8 +256,10 @@ class TrainerSeconds:
         Args:
             once_s: seconds of the device for one of the three products of every expert.
         """
-        singly = not self.memory.train.kernels.cutlass_experts
-        each = constants.LAUNCHES_PER_EXPERT_SINGLY if singly else constants.LAUNCHES_PER_EXPERT
+        kernels = self.memory.train.kernels
+        singly = not kernels.cutlass_experts
+        jointly = constants.LAUNCHES_PER_EXPERT_JOINTLY if kernels.expert_gradients else constants.LAUNCHES_PER_EXPERT
+        each = constants.LAUNCHES_PER_EXPERT_SINGLY if singly else jointly
         held = self.memory.architecture.num_experts / self.memory.parallel.ep
         return max(0.0, each * held * sparse * constants.LAUNCH_S - once_s * (3 if singly else 1))
 

@@ -1,9 +1,14 @@
 """The one CUTLASS kernel for all experts' products (`train.kernels.cutlass_experts`), and rlframe's for the gradients
 of their weights (`train.kernels.expert_gradients`), against float64, on one GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
+
+from rlframe.megatron.model.layers.expert_gradients import by_one_kernel
+from rlframe.megatron.model.layers.joint_experts import by_one_operation
 
 pytestmark = pytest.mark.gpu
 TOKENS = [0, 3, 128, 77, 0, 300, 1, 515]
@@ -23,8 +28,12 @@ def inputs() -> tuple[list[Tensor], Tensor, Tensor]:
     return [matrix(COLUMNS, INNER) for _ in TOKENS], matrix(ROWS, INNER), matrix(ROWS, COLUMNS)
 
 
-def transformer_engines() -> tuple[dict[str, Tensor], tuple[int, int]]:
-    """Output and gradients of Transformer Engine's layer, and how many kernels of either name there were."""
+def transformer_engines(*, jointly: bool) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Output and gradients of Transformer Engine's layer, and how many kernels of either name there were.
+
+    Args:
+        jointly: whether all experts are one operation (`train.kernels.joint_experts`).
+    """
     import transformer_engine.pytorch as te
 
     weights, tokens, above = inputs()
@@ -40,7 +49,12 @@ def transformer_engines() -> tuple[dict[str, Tensor], tuple[int, int]]:
         parameter.main_grad = sums[-1 - index]
     tokens.requires_grad_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        output = layer(tokens, TOKENS)
+        if jointly:
+            # Megatron's layer, which is one of these, has its configuration.
+            layer.config = SimpleNamespace(fp8=None)
+            output, _ = by_one_operation(lambda *_: (None, None))(layer, tokens, TOKENS)
+        else:
+            output = layer(tokens, TOKENS)
         output.backward(above)
         torch.cuda.synchronize()
     assert tokens.grad is not None
@@ -71,18 +85,16 @@ def by_hand() -> dict[str, tuple[Tensor, Tensor]]:
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
 )
 @pytest.mark.parametrize("cutlass", [True, False])
-@pytest.mark.parametrize("own", [True, False], ids=["own_gradients", "cublas_gradients"])
-def test_all_experts_products_are_those_of_float64(cutlass: bool, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own", ["joint", "gradients", "cublas"])
+def test_all_experts_products_are_those_of_float64(cutlass: bool, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformer_engine.pytorch.module import grouped_linear
 
-    from rlframe.megatron.model.layers.expert_gradients import by_one_kernel
-
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", str(int(cutlass)))
-    if own:
+    if own == "gradients":
         monkeypatch.setattr(grouped_linear, "general_grouped_gemm", by_one_kernel(grouped_linear.general_grouped_gemm))
-    found, kernels = transformer_engines()
+    found, kernels = transformer_engines(jointly=own == "joint")
     # CUTLASS's are forward and for the tokens' gradient. The weights' gradients have inner sizes of their own.
-    assert kernels == (2 if cutlass else 0, int(own))
+    assert kernels == (2 if cutlass else 0, int(own != "cublas"))
     for name, (exact, scale) in by_hand().items():
         value = found[name].double()
         # Sums in float32, in whatever order: each of at most 515 additions rounds, or cuts off, by 2^-22 of the sum of

@@ -122,6 +122,7 @@ SAME_OF_EXPERTS = {
     "unfused_experts": {"kernels": UNFUSED | {"permute_fusion": False}},
     "cublas": {"kernels": {"cutlass_experts": False}},
     "gradients_by_cublas": {"kernels": {"expert_gradients": False}},
+    "joint_experts": {"kernels": {"joint_experts": True}},
 }
 
 

@@ -15,6 +15,7 @@ FILES = {
         "models/interpreted/fp8.py",
         "megatron/vocab/interpreted/vocab.py",
         "megatron/model/interpreted/expert_gradients.py",
+        "megatron/model/interpreted/joint_experts.py",
         "megatron/model/interpreted/query_key.py",
         "megatron/model/interpreted/swiglu.py",
         "megatron/packed/interpreted/rows.py",

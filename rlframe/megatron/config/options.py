@@ -68,6 +68,10 @@ class KernelConfig:
     """Whether the gradients of all experts' weights are one kernel of rlframe's instead of one cuBLAS product each,
     which wait for launches. It needs `gradient_accumulation_fusion`, experts without biases, and sizes that are
     multiples of 128."""
+    joint_experts: bool = False
+    """Whether all experts of a layer are one operation for autograd, which spares the host what Transformer Engine does
+    for each of them. It has not run on a GPU yet. It needs what `expert_gradients` needs, and gradients that are
+    summed in float32 after the backward pass."""
     gradient_accumulation_fusion: bool = True
     """Whether matrix products of Transformer Engine's layers add to the gradient buffer themselves. The embedding and
     the output layer are Megatron's own and would need APEX for it."""

@@ -96,6 +96,10 @@ def install_kernels(architecture: Architecture, config: TransformerConfig, train
         from rlframe.megatron.model.layers import expert_gradients  # noqa: PLC0415 - needs Triton
 
         expert_gradients.install()
+    if architecture.num_experts and train.kernels.joint_experts:
+        from rlframe.megatron.model.layers import joint_experts  # noqa: PLC0415 - needs Triton
+
+        joint_experts.install()
 
 
 def build(

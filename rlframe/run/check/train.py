@@ -71,13 +71,21 @@ def model_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fau
     yield from mtp_faults(train, architecture)
     if not architecture.num_experts:
         yield from _dense_faults(train, architecture)
-    elif train.moe.bias_update_rate and not (architecture.sigmoid_router and architecture.router_bias):
+    else:
+        yield from _joint_faults(train)
+    if (
+        architecture.num_experts
+        and train.moe.bias_update_rate
+        and not (architecture.sigmoid_router and architecture.router_bias)
+    ):
         yield Fault(
             "train.moe.bias_update_rate",
             f"has no effect on {architecture.model_type}, whose router has no bias",
             got=train.moe.bias_update_rate,
             hint="remove it",
         )
+    if architecture.num_experts and train.kernels.joint_experts:
+        yield from _joint_faults(train)
     if train.recompute is Recompute.FULL:
         yield from _recompute_faults(train, parallel, architecture)
     if train.fp8.recipe is not Fp8Recipe.OFF:
@@ -141,12 +149,13 @@ def _dense_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fa
                 got=value,
                 hint="remove it",
             )
-    for key in ("cutlass_experts", "expert_gradients", "permute_fusion"):
-        if not getattr(train.kernels, key):
+    for key in ("cutlass_experts", "expert_gradients", "joint_experts", "permute_fusion"):
+        value = getattr(train.kernels, key)
+        if value != getattr(KernelConfig(), key):
             yield Fault(
                 f"train.kernels.{key}",
                 f"has no effect on {architecture.model_type}, which is dense",
-                got="false",
+                got=value,
                 hint="remove it",
             )
     if modules := sorted(MODULES_OF_EXPERTS & set(train.recompute_options.modules)):
@@ -154,6 +163,21 @@ def _dense_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fa
             "train.recompute_options.modules",
             said=f"{', '.join(modules)} has no effect on {architecture.model_type}, which is dense; use mlp",
         )
+
+
+def _joint_faults(train: TrainConfig) -> Iterator[Fault]:
+    """Rejects one operation for all experts where their gradients do not go to a buffer in float32, or are sent before
+    the backward pass has ended."""
+    kernels, communication = train.kernels, train.communication
+    wrong = {
+        "train.kernels.expert_gradients=false": not kernels.expert_gradients,
+        "train.kernels.gradient_accumulation_fusion=false": not kernels.gradient_accumulation_fusion,
+        "train.communication.overlap_grad_reduce=true": communication.overlap_grad_reduce,
+        "train.communication.reduce_in_float32=false": not communication.reduce_in_float32,
+        f"train.fp8.recipe={train.fp8.recipe.value}": train.fp8.recipe is not Fp8Recipe.OFF,
+    }
+    for other in (name for name, is_wrong in wrong.items() if is_wrong):
+        yield Fault("train.kernels.joint_experts", f"must be false with {other}", got=True, hint="remove one of them")
 
 
 def _recompute_faults(train: TrainConfig, parallel: Parallel, architecture: Architecture) -> Iterator[Fault]:

@@ -58,21 +58,34 @@ def by_one_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def takes(inputs: Sequence[Any], above: Sequence[Any], out: Sequence[Any], counts: Any) -> bool:
-    """Returns whether the kernel computes gradients of weights from these tensors: bfloat16 or float16, those of each
-    expert behind those of the one before, gradients in float32 at equal distances."""
+    """Returns whether the kernel computes gradients of weights from these tensors: those of each expert behind those of
+    the one before, at least one token, and gradients that `fits` returns True for."""
     if not isinstance(counts, list) or not len(inputs) == len(above) == len(out) == len(counts):
         return False
-    rows, columns, dtype = above[0].shape[-1], inputs[0].shape[-1], inputs[0].dtype
+    dtype = inputs[0].dtype
     return (
-        not (rows % ROWS or columns % COLUMNS)
-        and sum(counts) > 0
-        and dtype in (torch.bfloat16, torch.float16)
+        sum(counts) > 0
         # Quantised ones have classes of their own.
         and all(type(each) is Tensor and each.dtype == dtype for each in (*inputs, *above))
-        and all(each.dtype == torch.float32 and each.is_contiguous() for each in out)
         and _follow(inputs)
         and _follow(above)
-        and distance(out) is not None
+        and fits(out, dtype)
+    )
+
+
+def fits(gradients: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Returns whether the kernel adds to gradients [O, I]: float32, at a `distance` from each other, multiples of its
+    tiles.
+
+    Args:
+        dtype: of the tokens.
+    """
+    rows, columns = gradients[0].shape
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and not (rows % ROWS or columns % COLUMNS)
+        and all(each.dtype == torch.float32 and each.is_contiguous() for each in gradients)
+        and distance(gradients) is not None
     )
 
 
@@ -96,8 +109,8 @@ def distance(gradients: Sequence[Tensor]) -> int | None:
     """Returns 1 if gradients lie in memory one behind the other, -1 if in the opposite order, as Megatron's buffer has
     them, and None if otherwise."""
     size = gradients[0].numel() * gradients[0].element_size()
-    found = {after.data_ptr() - before.data_ptr() for before, after in pairwise(gradients)}
-    return {1: 1, -1: -1}.get(found.pop() // size) if len(found) == 1 and not next(iter(found)) % size else None
+    found = {after.data_ptr() - before.data_ptr() for before, after in pairwise(gradients)} or {size}
+    return {size: 1, -size: -1}.get(found.pop()) if len(found) == 1 else None
 
 
 def add_gradients(

@@ -69,23 +69,7 @@ def model_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fau
     """Rejects options that have no effect on the model, or that do not fit its sizes."""
     parallel = Parallel.parse(train.parallel)
     yield from mtp_faults(train, architecture)
-    if not architecture.num_experts:
-        yield from _dense_faults(train, architecture)
-    else:
-        yield from _joint_faults(train)
-    if (
-        architecture.num_experts
-        and train.moe.bias_update_rate
-        and not (architecture.sigmoid_router and architecture.router_bias)
-    ):
-        yield Fault(
-            "train.moe.bias_update_rate",
-            f"has no effect on {architecture.model_type}, whose router has no bias",
-            got=train.moe.bias_update_rate,
-            hint="remove it",
-        )
-    if architecture.num_experts and train.kernels.joint_experts:
-        yield from _joint_faults(train)
+    yield from (_moe_faults if architecture.num_experts else _dense_faults)(train, architecture)
     if train.recompute is Recompute.FULL:
         yield from _recompute_faults(train, parallel, architecture)
     if train.fp8.recipe is not Fp8Recipe.OFF:
@@ -165,19 +149,27 @@ def _dense_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fa
         )
 
 
-def _joint_faults(train: TrainConfig) -> Iterator[Fault]:
-    """Rejects one operation for all experts where their gradients do not go to a buffer in float32, or are sent before
-    the backward pass has ended."""
+def _moe_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fault]:
+    if train.moe.bias_update_rate and not (architecture.sigmoid_router and architecture.router_bias):
+        yield Fault(
+            "train.moe.bias_update_rate",
+            f"has no effect on {architecture.model_type}, whose router has no bias",
+            got=train.moe.bias_update_rate,
+            hint="remove it",
+        )
+    # One operation for all experts adds their gradients to a buffer in float32, which may be sent only afterwards.
     kernels, communication = train.kernels, train.communication
     wrong = {
-        "train.kernels.expert_gradients=false": not kernels.expert_gradients,
-        "train.kernels.gradient_accumulation_fusion=false": not kernels.gradient_accumulation_fusion,
-        "train.communication.overlap_grad_reduce=true": communication.overlap_grad_reduce,
-        "train.communication.reduce_in_float32=false": not communication.reduce_in_float32,
-        f"train.fp8.recipe={train.fp8.recipe.value}": train.fp8.recipe is not Fp8Recipe.OFF,
+        "kernels.expert_gradients=false": not kernels.expert_gradients,
+        "kernels.gradient_accumulation_fusion=false": not kernels.gradient_accumulation_fusion,
+        "communication.overlap_grad_reduce=true": communication.overlap_grad_reduce,
+        "communication.reduce_in_float32=false": not communication.reduce_in_float32,
+        f"fp8.recipe={train.fp8.recipe.value}": train.fp8.recipe is not Fp8Recipe.OFF,
     }
-    for other in (name for name, is_wrong in wrong.items() if is_wrong):
-        yield Fault("train.kernels.joint_experts", f"must be false with {other}", got=True, hint="remove one of them")
+    for other, is_wrong in wrong.items():
+        if kernels.joint_experts and is_wrong:
+            said = f"must be false with train.{other}"
+            yield Fault("train.kernels.joint_experts", said, got=True, hint="remove one of them")
 
 
 def _recompute_faults(train: TrainConfig, parallel: Parallel, architecture: Architecture) -> Iterator[Fault]:

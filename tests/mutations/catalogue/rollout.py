@@ -117,6 +117,20 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
+        "rlframe/rollout/vllm/decode/scheduler.py",
+        "tests/unit/rollout/vllm/test_scheduler.py",
+        (
+            "a preempted request does not wait for its tokens",
+            'if each.status.name == "PREEMPTED" and each.num_output_placeholders]',
+            "if False]",
+        ),
+        (
+            "no request is admitted after a preemption",
+            "            scheduler.set_pause_state(PauseState.UNPAUSED)\n",
+            "            pass\n",
+        ),
+    ),
+    *faults(
         "rlframe/rollout/vllm/decode/steady.py",
         STEADY,
         (

@@ -120,4 +120,45 @@ MUTATIONS: list[Mutation] = [
         "tests/contracts/test_losses_read_no_number.py",
         ("a metric is read off the device", "0.0).sum(), mask.sum())", "0.0).sum(), float(mask.sum()))"),
     ),
+    *faults(
+        "rlframe/megatron/model/layers/dispatch.py",
+        "tests/multiprocess/megatron/test_dispatch.py",
+        ("tokens of several ranks are sorted once", "dispatcher.ep_size * dispatcher.tp_size == 1", "True"),
+        ("tokens of one rank are sorted twice", "dispatcher.ep_size * dispatcher.tp_size == 1", "False"),
+    ),
+    *faults(
+        "rlframe/megatron/model/layers/expert_gradients.py",
+        "tests/multiprocess/test_interpreted.py",
+        (
+            "an expert's gradient has the next one's tokens",
+            "part = tl.where(inside, of_above.load([whole, row]), 0.0)",
+            "part = of_above.load([whole, row])",
+        ),
+        (
+            "the last tokens of an expert are left out",
+            "    if whole < end:\n",
+            "    if whole < begin:\n",
+        ),
+        ("gradients lie in the order of experts", "0 if step == 1 else len(counts) - 1,", "0,"),
+        (
+            "an expert without tokens keeps an old gradient",
+            "if ADDS and begin == end:",
+            "if begin == end:",
+        ),
+        ("gradients at any places are taken", "        and distance(gradients) is not None\n", ""),
+    ),
+    *faults(
+        "rlframe/megatron/model/layers/joint_experts.py",
+        "tests/multiprocess/test_interpreted.py",
+        (
+            "frozen experts get gradients",
+            "if weights[0].requires_grad and len(tokens):",
+            "if len(tokens):",
+        ),
+        (
+            "weights get no gradient behind tokens without one",
+            "return tokens.requires_grad and None not in gradients",
+            "return None not in gradients",
+        ),
+    ),
 ]

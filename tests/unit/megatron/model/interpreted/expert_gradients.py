@@ -51,6 +51,17 @@ def test_gradients_are_the_products_of_each_experts_tokens(adds: bool, backwards
         torch.testing.assert_close(mine, right, atol=1e-4, rtol=1e-5)
 
 
+def test_numbers_of_the_next_expert_that_are_not_finite_stay_there() -> None:
+    inputs, above, found = drawn()
+    # The 40 tokens of the third expert end in the midst of what is read at once, behind which are the fourth's.
+    for each in (inputs, above):
+        each.split(COUNTS)[3].fill_(torch.inf)
+    exact = expected(inputs, above, [each.clone() for each in found])
+    add_gradients(inputs, above, found, COUNTS)
+    assert not found[3].isfinite().any()
+    torch.testing.assert_close(found[2], exact[2], atol=1e-4, rtol=1e-5)
+
+
 def call(inputs: Any, above: Any, sums: Any, **options: Any) -> tuple[Any, list[str]]:
     """What Transformer Engine's function returns as it calls it for weights, and whether its own was called."""
     calls: list[str] = []

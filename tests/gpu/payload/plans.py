@@ -84,6 +84,7 @@ KERNELS = [
 OURS = "rlframe rlframe_one_process rlframe_unshared rlframe_two_steps"
 ROLLOUT = benchmark("rollout", f"rollout_vs_engine.py qwen3_1p7b --group 8 --repeats 2 --cases offline {OURS}", 300)
 TRAINING = benchmark("training", "train_step.py qwen3_1p7b_equal qwen3_1p7b_tail --profile", 200)
+CUT = "train_step.py qwen3_30b_a3b_cut --profile"
 TAIL = "--workload tail"
 MIXTURE = "--model qwen3_30b_a3b --layers 24 --prompts 64"
 DENSE = (
@@ -91,6 +92,16 @@ DENSE = (
 )
 PLANS: dict[str, list[Phase]] = {
     "kernels": [{"0": [TRAINING, ROLLOUT, *KERNELS]}],
+    # 330 seconds: a mixture's training step with all experts as one operation, and without.
+    "experts": [
+        {
+            "0": [
+                tests("experts", "tests/gpu/test_cutlass_experts_cuda.py", 60),
+                benchmark("joint", f"{CUT} --set kernels.joint_experts=true", 150),
+                benchmark("apart", CUT, 150),
+            ]
+        }
+    ],
     "equal": [
         {
             "0": [side("verl", "verl", 470, warm_up=1)],

@@ -473,6 +473,19 @@ def test_the_preference_jobs_have_no_fault(model: str, name: str) -> None:
         ),
         (
             "grpo_qwen3_moe",
+            # The policy trains in two steps of four, and the reference would move after the last one.
+            [
+                "algorithm=ppo",
+                "steps=4",
+                "algorithm.critic_warmup_steps=2",
+                "algorithm.kl_in_reward=false",
+                "algorithm.kl_coefficient=0.1",
+                "algorithm.reference_update.every_steps=2",
+            ],
+            "algorithm.reference_update.every_steps must be below steps=4 less algorithm.critic_warmup_steps=2, got 2",
+        ),
+        (
+            "grpo_qwen3_moe",
             ["algorithm.reference_update.every_steps=2"],
             "algorithm.reference_update.every_steps has no effect without a reference, got 2; set algorithm.kl_coeffic",
         ),

@@ -114,7 +114,8 @@ class RolloutLoop(Loop):
         metrics |= self.critic.metrics if self.critic else {}
         times = self.phase.step_times({POLICY: self.policy, **self.auxiliary})
         metrics |= self.throughput.of_training(times, tokens.lengths)
-        metrics |= self.throughput.of_sampling(times, tokens.lengths, tokens.sampled)
+        untrained = self.sampler.untrained
+        metrics |= self.throughput.of_sampling(times, tokens.lengths, tokens.sampled, untrained=untrained)
         return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
         }  # fmt: skip

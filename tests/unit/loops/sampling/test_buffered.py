@@ -100,7 +100,10 @@ def test_groups_without_a_signal_are_replaced_and_counted_by_reason() -> None:
         "rollout/dropped_other_groups": 1.0,
         "rollout/dropped_unscored_groups": 0.0,
         "rollout/dropped_left_over_groups": 0.0,
+        # Of five groups of two attempts, each a prompt and a response of one token.
+        "rollout/dropped_tokens": 10.0,
     }
+    assert made.untrained == [(2, 1)] * 10
     # What was dropped is consumed.
     assert collected(made, 4)[::2] == ["p9", "p10", "p11", "p1"]
 
@@ -294,6 +297,7 @@ def test_what_a_checkpoint_judges_counts_in_the_next_step_of_a_resumed_run_too(t
     names = ("rollout/sampled", "reward/sampled_mean", "rollout/dropped_all_right_groups", "rollout/dropped_tokens")
     expected, found = first.metrics(), second.metrics()
     assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+    assert list(map(tuple, second.untrained)) == first.untrained != []
     for each in (first, second):
         each.reset()
 

@@ -253,7 +253,7 @@ def test_what_a_checkpoint_judges_counts_in_the_next_step_and_before_its_positio
         def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
             measured.append(prompt.id)
 
-        def metrics(self) -> dict[str, float]:
+        def metrics(self, step: int) -> dict[str, float]:
             return {}
 
     made.leases.curriculum = Noted()
@@ -319,7 +319,7 @@ def test_a_resumed_run_keeps_the_newest_pass_rate_of_a_prompt_that_is_also_in_a_
         def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
             rates[prompt.id] = sum(rollout.reward for rollout in rollouts) / 2
 
-        def metrics(self) -> dict[str, float]:
+        def metrics(self, step: int) -> dict[str, float]:
             return {}
 
     def score(rollout: Rollout) -> None:
@@ -370,7 +370,7 @@ def test_groups_that_are_replaced_do_not_hasten_the_curriculum(lag: int) -> None
 
         def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None: ...
 
-        def metrics(self) -> dict[str, float]:
+        def metrics(self, step: int) -> dict[str, float]:
             return {}
 
     made.leases.curriculum = Noted()

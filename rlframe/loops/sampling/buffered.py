@@ -181,10 +181,10 @@ class BufferedSampler(Sampler):
                 groups.append(task.group)
                 progress = [asdict(each) for each in task.progress]
             described.append({**lease.description(), "progress": progress, "lost": lost})
-        judged = asdict(self._next)
+        held = {"leases": described, "judged": asdict(self._next), "events": self.attempts.events}
 
         def write(folder: Path) -> None:
-            write_sealed(folder / LEASES, {"leases": described, "judged": judged})
+            write_sealed(folder / LEASES, held)
             write_groups(folder / GROUPS, groups)
 
         return write
@@ -197,6 +197,7 @@ class BufferedSampler(Sampler):
         tasks, held = [], read_sealed(folder / LEASES)
         # Older checkpoints do not say.
         self._next = Counts(**held.get("judged", {}))
+        self.attempts.recall(held.get("events", {}))
         for described in held["leases"]:
             progress, lost = described.pop("progress"), described.pop("lost")
             group = groups[str(described["ordinal"])]

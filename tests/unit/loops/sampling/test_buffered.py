@@ -12,6 +12,7 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, fla
 from rlframe.attempts.account.leases import Leases
 from rlframe.attempts.account.ledger import Dropped, Ledger, read_ledger
 from rlframe.attempts.buffer import Buffer
+from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.types.input import ModelInput
@@ -235,6 +236,33 @@ def test_a_step_whose_attempts_all_fail_says_what_to_mend() -> None:
     # Four prompts, two attempts each: eight rounds make the first 64.
     with pytest.raises(RlframeError, match="each of the first 64 attempts has failed.*no session left"):
         made.collect(1)
+
+
+def test_what_happens_to_attempts_until_a_checkpoint_counts_in_the_next_step_of_a_resumed_run_too(
+    tmp_path: Path,
+) -> None:
+    def observe(rollout: Rollout) -> None:
+        if rollout.prompt.id == "p8":
+            raise SessionFailed(Trouble.RAISED, "no session left")
+
+    def score(rollout: Rollout) -> None:
+        rollout.reward = float(rollout.sample_index * (rollout.prompt.id not in ("p4", "p5", "p6", "p7")))
+
+    def says(_: GenerationRequest) -> Completion:
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+
+    first, second = (sampler({}, dynamic=DynamicSamplingConfig(), max_policy_lag=1) for _ in range(2))
+    first.attempts = LocalAttempts([answering(says)], score, observe=observe)  # type: ignore[assignment]
+    first.collect(1)
+    first.settle(1)
+    assert first.attempts.events == {}
+    # The policy trains meanwhile, and p8, in the place of p4, ends.
+    first.attempts._loop.run_until_complete(asyncio.sleep(1))  # type: ignore[attr-defined]
+    first.hold(1)(tmp_path)
+    second.go_on(tmp_path)
+    assert second.attempts.events == first.attempts.events == {"raised": 2}
+    for each in (first, second):
+        each.reset()
 
 
 def test_what_a_checkpoint_judges_counts_in_the_next_step_and_before_its_position_is_read(tmp_path: Path) -> None:

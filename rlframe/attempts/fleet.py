@@ -374,7 +374,7 @@ class Attempts:
 
     @property
     def events(self) -> dict[str, int]:
-        """How often what happened to attempts since the last look at the metrics."""
+        """Number of each Trouble and each Event of attempts since the last look at the metrics."""
         return dict(self._events)
 
     def recall(self, events: Mapping[str, int]) -> None:

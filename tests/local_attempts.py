@@ -123,6 +123,7 @@ class LocalAttempts(Attempts):
 
     def look(self, *, wait_s: float) -> list[Ended]:
         news = self._loop.run_until_complete(self.runner.news(wait_s))
+        self._events += news.events
         if news.failure:
             raise news.failure
         aside = {each.group.id: each for each in news.ended if self._open.pop(each.group.id).aside}

@@ -26,12 +26,13 @@ class ReferenceUpdateConfig:
     """Settings of a reference that follows the policy.
 
     Source: Gorbatovski et al. 2024, arXiv 2404.09656 (TR-DPO), its soft and its hard update. Its tau counts optimizer
-    steps, as TRL's `ref_model_sync_steps` does; `every_steps` counts steps of the run, the same unless
-    train.num_minibatches or train.epochs_per_batch is above 1.
+    steps, as TRL's `ref_model_sync_steps` does; `every_steps` counts steps of the run that train the policy, the same
+    unless train.num_minibatches or train.epochs_per_batch is above 1.
     """
 
     every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 0
-    """Number of steps of the run between two moves of the reference. 0 keeps the weights of the start of the run."""
+    """Number of steps of the run between two moves of the reference, those of a critic's warm-up left out. 0 keeps the
+    weights of the start of the run."""
     mix: Annotated[float, Range(above=0, maximum=1)] = MIX
     """Fraction of the policy in the new reference: mix * policy + (1 - mix) * reference. 1 copies the policy (the
     paper's hard update). A float32 copy in host memory, next to the bfloat16 one, keeps small changes; TRL mixes in

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar, TypeVarTuple
@@ -371,6 +371,15 @@ class Attempts:
         """Returns how many attempts are under way, and how busy the engines were so far."""
         self._load = state = self._do(RunnerCalls.state, doing="state of attempts")
         return state
+
+    @property
+    def events(self) -> dict[str, int]:
+        """Number of each Trouble and each Event of attempts since the last look at the metrics."""
+        return dict(self._events)
+
+    def recall(self, events: Mapping[str, int]) -> None:
+        """Counts from the events of a checkpoint on."""
+        self._events = Counter(events)
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of restarts, and how often what happened to attempts since the last call: only what there

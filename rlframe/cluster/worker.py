@@ -128,9 +128,7 @@ class Worker:
         """Begins to record this process."""
         from rlframe.cluster.profiling.recording import Recording  # noqa: PLC0415 - profiles are rare
 
-        if self._recording:
-            # Of a step that failed and is done again.
-            self._recording.drop()
+        self.drop_profile()
         self._recording = Recording(self._recorder(request), request)
 
     def _recorder(self, request: "Request") -> "Recorder":
@@ -143,6 +141,12 @@ class Worker:
         """Records that the calls from now on belong to a phase. Empty means none."""
         if self._recording:
             self._recording.phase = name
+
+    def drop_profile(self) -> None:
+        """Ends the record without files, if there is one: of a step that has failed, or that nobody asks for again."""
+        recording, self._recording = self._recording, None
+        if recording:
+            recording.drop()
 
     def end_profile(self) -> "Summary | None":
         """Ends the record and writes its files. Returns what they say, or None if nothing was recorded."""

@@ -81,8 +81,9 @@ class DataConfig:
     system_prompt: str | None = None
     """System message of conversations that have none of their own."""
     last_turn_only: bool = False
-    """Whether only the assistant's last turn of a conversation is learned. Otherwise every turn of the assistant is. A
-    message can override it: its `weight` is the weight of its tokens relative to the others', and 0 masks them."""
+    """Whether only the assistant's last turn of a conversation is learned. Otherwise every turn of the assistant is,
+    except in a `prompt` that stands apart from its response. A message can override both: its `weight` is the weight of
+    its tokens relative to the others', and 0 masks them."""
     text_layout: TextLayout = TextLayout.JOINED
     """Way in which the raw text of pre-training becomes sequences."""
     labels: list[str] | None = None

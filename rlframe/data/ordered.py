@@ -101,12 +101,11 @@ class Stages(Generic[Item]):
 
     def reach(self, step: int) -> None:
         """Moves to the stage of a step, for which items are dealt from here on."""
-        self._present = [name for name, first in self._firsts.items() if first <= max(step, 1)][-1]
+        self._present = list(self._firsts)[self.index_at(step)]
 
-    @property
-    def index(self) -> int:
-        """Index of the present stage, from 0."""
-        return list(self._firsts).index(self._present)
+    def index_at(self, step: int) -> int:
+        """Returns the index of the stage of a step, from 0."""
+        return sum(first <= max(step, 1) for first in self._firsts.values()) - 1
 
     def __len__(self) -> int:
         return sum(map(len, self._streams.values()))

@@ -175,11 +175,11 @@ class PromptSource:
                 for cursor in self._rated:
                     cursor.measure(prompt.id, rate)
 
-    def metrics(self) -> dict[str, float]:
-        """Returns metrics of the curriculum since the last call."""
+    def metrics(self, step: int) -> dict[str, float]:
+        """Returns the curriculum's metrics: the stage of a step, or what was passed over since the last call."""
         count, self._num_passed_over = self._num_passed_over, 0
         if isinstance(self._cursor, Stages):
-            return {"data/stage": float(self._cursor.index)}
+            return {"data/stage": float(self._cursor.index_at(step))}
         return {"data/passed_over_prompts": float(count)} if self._rated else {}
 
     def _walk(self, parts: list["Part"], config: DataConfig, *, seed: int) -> Walk[Prompt]:

@@ -150,4 +150,6 @@ class Loop(ABC):
             )
         self.phase.next_step()
         self.metrics.callbacks.on_checkpoint(step, folder)
-        require_measured(config, known)
+        # While a critic warms up, nothing of the policy's training is measured.
+        if self.policy.num_optimizer_steps:
+            require_measured(config, known)

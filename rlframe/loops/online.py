@@ -94,7 +94,7 @@ class RolloutLoop(Loop):
             self.sampler.settle(step)
         self.metrics.log_samples(samples)
         counts = self.advantage_stats.of(step, train_batch)
-        self.metrics.log(step, self.describe(seen, synced) | metrics | counts)
+        self.metrics.log(step, self.describe(step, seen, synced) | metrics | counts)
 
     def look(self, step: int, groups: list[Group], batch: TrainBatch) -> tuple[Chosen, Seen]:
         """Shows the batch to the callbacks. Returns the rollouts that the run keeps of a step, and the numbers of all
@@ -103,7 +103,7 @@ class RolloutLoop(Loop):
         self.metrics.callbacks.on_batch(step, rollouts, batch)
         return self.metrics.choose_samples(step, rollouts, batch), Seen.of(groups)
 
-    def describe(self, seen: Seen, synced: dict[str, float]) -> dict[str, float]:
+    def describe(self, step: int, seen: Seen, synced: dict[str, float]) -> dict[str, float]:  # noqa: ARG002 - override
         """Returns metrics of the rollouts, of the models and of the step's time.
 
         Args:
@@ -114,7 +114,8 @@ class RolloutLoop(Loop):
         metrics |= self.critic.metrics if self.critic else {}
         times = self.phase.step_times({POLICY: self.policy, **self.auxiliary})
         metrics |= self.throughput.of_training(times, tokens.lengths)
-        metrics |= self.throughput.of_sampling(times, tokens.lengths, tokens.sampled)
+        untrained = self.sampler.untrained
+        metrics |= self.throughput.of_sampling(times, tokens.lengths, tokens.sampled, untrained=untrained)
         return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {
             "throughput/tokens_per_s": metrics["rollout/tokens"] / times["time/step_s"],
         }  # fmt: skip
@@ -169,10 +170,10 @@ class OnlineLoop(RolloutLoop):
         }
         self.schedule.run(done_steps, self.step, after)
 
-    def describe(self, seen: Seen, synced: dict[str, float]) -> dict[str, float]:
+    def describe(self, step: int, seen: Seen, synced: dict[str, float]) -> dict[str, float]:  # noqa: ARG002 - of engines
         """Returns also metrics of the engines and of the data."""
-        metrics = super().describe(seen, synced)
-        metrics |= self.rollout.metrics() | self.attempts.metrics() | self.leases.metrics()
+        metrics = super().describe(step, seen, synced)
+        metrics |= self.rollout.metrics() | self.attempts.metrics() | self.leases.metrics(step)
         metrics |= self.evaluation.metrics() if self.evaluation else {}
         return metrics | {"data/epoch": float(self.prompts.epoch)}
 

@@ -113,13 +113,17 @@ class Profiler:
             self._driver = None
         ended = self._ask("end of the profile", lambda each: each.workers.ask(each.rank, Worker.end_profile))
         found |= {name: summary for name, summary in ended.items() if summary}
+        self._under_way = []
         summary = write_summary(self._folder, step, found)
         self._say(f"profile of step {step}: {summary}")
 
     def _forget(self) -> None:
-        """Leaves the step, whether it has ended well or not. The processes drop what they have when they begin again,
-        as they do when the step is done again."""
+        """Leaves the step, whether it has ended well or not. Processes whose record has not ended drop it: those that
+        live on would record the steps before this one, which are done again."""
         ACTIVITIES.around = nullcontext
+        for each in self._under_way:
+            self._drop(each)
+        self._under_way = []
         self._marks.pop(RECORDED, None)
         if self._driver:
             self._driver.drop()
@@ -160,5 +164,10 @@ class Profiler:
                 (answers[each.name],) = each.workers.wait([call], doing=doing, ranks=[each.rank])
             except WorkerDied as error:
                 self._under_way.remove(each)
+                self._drop(each)
                 logger.warning("%s is not profiled in this step: %s", each.name, error)
         return answers
+
+    def _drop(self, process: Process) -> None:
+        """Makes a process end its record, and does not wait for it: it may be dead, or hang."""
+        process.workers.ask(process.rank, Worker.drop_profile)

@@ -118,13 +118,14 @@ class MeanIfAny(Mean):
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """A metric whose partial results combine by maximum."""
+    """A metric whose partial results combine by maximum. NaN is greater than any number."""
 
     value: Number
     """The greatest value. -inf is that of nothing, and `merge` leaves it out."""
 
     def __add__(self, other: "Peak") -> "Peak":
-        return Peak(max(self.value, other.value))
+        # max would keep NaN on one side only.
+        return self if self.value != self.value or self.value >= other.value else other
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,8 +81,8 @@ class Curriculum(Protocol):
         """Notes what the attempts at a prompt were worth."""
         ...
 
-    def metrics(self) -> dict[str, float]:
-        """Returns metrics since the last call."""
+    def metrics(self, step: int) -> dict[str, float]:
+        """Returns metrics of a step, which counts since the last call."""
         ...
 
 
@@ -151,9 +151,9 @@ class Leases:
         if self.curriculum:
             self.curriculum.measure(lease.prompt, rollouts)
 
-    def metrics(self) -> dict[str, float]:
-        """Returns metrics of the curriculum since the last call."""
-        return self.curriculum.metrics() if self.curriculum else {}
+    def metrics(self, step: int) -> dict[str, float]:
+        """Returns the curriculum's metrics of a step."""
+        return self.curriculum.metrics(step) if self.curriculum else {}
 
     def state(self) -> dict[str, Any]:
         """Returns the position as plain JSON values."""

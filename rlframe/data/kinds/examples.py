@@ -32,7 +32,7 @@ class ExampleSource(TrainingSource[Item]):
 
     def items(self, reading: Conversation, channel: int) -> list[Item]:
         """Returns one for each sequence; none if no turn has a weight."""
-        if not any(_learnt(reading, last_turn_only=self.config.last_turn_only)):
+        if not any(_learnt(reading)):
             self.dropped["no turn has a weight"] += 1
             return []
         encoded = learnt_turns(reading, self.tokenizer, config=self.config)
@@ -49,18 +49,15 @@ class ExampleSource(TrainingSource[Item]):
 
 
 def learnt_turns(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, *, config: DataConfig) -> Encoded:
-    """Returns the conversation's sequences, learnt wherever the assistant speaks, or where it speaks last."""
-    weights = _learnt(conversation, last_turn_only=config.last_turn_only)
+    """Returns the conversation's sequences, learnt wherever the assistant speaks with a weight."""
     where, tools = conversation.record.where, conversation.tools
+    weights = _learnt(conversation)
     return encode_turns(conversation.messages, weights, tokenizer=tokenizer, config=config, where=where, tools=tools)
 
 
-def _learnt(conversation: Conversation, *, last_turn_only: bool) -> list[float]:
-    last = len(conversation.messages) - 1
-    return [
-        weight if message["role"] == "assistant" and (index == last or not last_turn_only) else 0.0
-        for index, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True))
-    ]
+def _learnt(conversation: Conversation) -> list[float]:
+    pairs = zip(conversation.messages, conversation.weights, strict=True)
+    return [weight if message["role"] == "assistant" else 0.0 for message, weight in pairs]
 
 
 SOURCE = ExampleSource

@@ -56,7 +56,8 @@ class Conversation:
     messages: tuple[Message, ...]
     """All turns, the system message included."""
     weights: tuple[float, ...]
-    """One per message: weight of its tokens relative to the others', if the assistant's turns are learned."""
+    """One per message: weight of its tokens relative to the others', if it is the assistant's. 0 where it is not
+    learned."""
     prompt: tuple[Message, ...]
     """The turns before a completion that is a list of messages; otherwise those before the last turn if it is the
     assistant's, or all turns."""
@@ -111,19 +112,21 @@ def turns_of(record: Record, config: DataConfig) -> tuple[list[Message], list[fl
     """Returns the turns of prompt and response, the weight of each, and the number of turns of the prompt. Raises
     DataError as `understand`."""
     messages = prompt_messages(record, config)
-    weights = _weights(record, config, len(messages))
+    prompt_key = config.prompt_key or record.first(PROMPT_KEYS) or ""
+    said = _said_weights(record, prompt_key, len(messages))
     response_key = config.answer_key or record.first(RESPONSE_KEYS)
     if response_key in OF_MESSAGES and isinstance(turns := record.fields.get(response_key), list):
         more = _completion(record, response_key, turns, messages)
-        # As in TRL, what stands in the prompt is not learnt.
-        weights = [*_weights(record, config, len(messages), default=0.0), *_weights_of(record, response_key, turns)]
-        return [*messages, *more], weights, len(messages)
+        said += _weights_of(record, response_key, turns)
+        return [*messages, *more], _weights(said, config, asked=len(messages)), len(messages)
     response = _text(record, response_key) if response_key else None
     if response is not None and messages[-1]["role"] != "assistant":
-        messages, weights = [*messages, {"role": "assistant", "content": response}], [*weights, 1.0]
-    elif response and response_key in OF_MESSAGES and (config.prompt_key or record.first(PROMPT_KEYS)) == "prompt":
+        is_prompt = response_key in OF_MESSAGES or prompt_key == "prompt"
+        weights = _weights([*said, None], config, asked=len(messages) if is_prompt else 0)
+        return [*messages, {"role": "assistant", "content": response}], weights, len(messages)
+    if response and response_key in OF_MESSAGES and prompt_key == "prompt":
         raise _continued(record, response_key, "text", "its text")
-    return messages, weights, len(messages) - (messages[-1]["role"] == "assistant")
+    return messages, _weights(said, config, asked=0), len(messages) - (messages[-1]["role"] == "assistant")
 
 
 def final_answer(text: str) -> str:
@@ -180,18 +183,28 @@ def _continued(record: Record, key: str, kind: str, into: str) -> DataError:
     )
 
 
-def _weights(record: Record, config: DataConfig, count: int, *, default: float = 1.0) -> list[float]:
-    """Returns `count` weights of messages: `default`, unless the message says another in its `weight`."""
-    key = config.prompt_key or record.first(PROMPT_KEYS) or ""
+def _weights(said: Sequence[float | None], config: DataConfig, *, asked: int) -> list[float]:
+    """Returns the weight of each turn: its own if it says one, else 1 where it is learned and 0 elsewhere.
+
+    Args:
+        said: the weights that turns say.
+        asked: number of turns of a prompt that stands apart from its response. As in TRL, they are not learned.
+    """
+    first = len(said) - 1 if config.last_turn_only else asked
+    return [float(index >= first) if own is None else own for index, own in enumerate(said)]
+
+
+def _said_weights(record: Record, key: str, count: int) -> list[float | None]:
+    """Returns the weights that the last of `count` turns, which stand in the field `key`, say."""
     value = record.fields.get(key)
-    own = _weights_of(record, key, value, default=default) if isinstance(value, list) else []
+    own = _weights_of(record, key, value) if isinstance(value, list) else []
     # A system message from elsewhere stands before them.
-    return [default] * (count - len(own)) + own
+    return [None] * (count - len(own)) + own
 
 
-def _weights_of(record: Record, key: str, turns: list[Any], *, default: float = 1.0) -> list[float]:
-    """Returns the weights of the messages in the list at the field `key`."""
-    weights = [default] * len(turns)
+def _weights_of(record: Record, key: str, turns: list[Any]) -> list[float | None]:
+    """Returns the weights that the messages in the list at the field `key` say."""
+    weights: list[float | None] = [None] * len(turns)
     for index, turn in enumerate(turns):
         weight = turn.get("weight")
         if weight is None:

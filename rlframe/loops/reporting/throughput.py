@@ -1,6 +1,6 @@
 """Tokens and operations that a device gets done in each phase of a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,14 +58,22 @@ class Throughput:
         return found
 
     def of_sampling(
-        self, times: Mapping[str, float], lengths: Int[np.ndarray, " R"], sampled: Int[np.ndarray, " R"]
+        self,
+        times: Mapping[str, float],
+        lengths: Int[np.ndarray, " R"],
+        sampled: Int[np.ndarray, " R"],
+        *,
+        untrained: Sequence[tuple[int, int]] = (),
     ) -> dict[str, float]:
         """Returns `throughput/rollout_...` of the tokens that were sampled. Prompts are left out, which caches may
         spare.
 
         Args:
             sampled: tokens of each sequence that the policy sampled.
+            untrained: lengths and sampled tokens of further sequences, which took their part of the time.
         """
+        further = np.array(untrained, dtype=np.int64).reshape(-1, 2)
+        lengths, sampled = np.append(lengths, further[:, 0]), np.append(sampled, further[:, 1])
         seconds = times.get("time/step_s" if self.samples_ahead else "time/rollout_s")
         shape = self.shapes.get(ROLLOUT)
         if not seconds or shape is None or not sampled.any():

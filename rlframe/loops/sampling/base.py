@@ -1,7 +1,7 @@
 """Sampler: leases prompts, attempts them, and accounts for the leases after training."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.turns import Task
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.scoring import Scorer, score_attempts
-from rlframe.types.rollout import Group
+from rlframe.types.rollout import Group, Rollout
 
 REPLACEMENT_ROUNDS = 10
 """Greatest number of times that a step samples to replace groups none of whose attempts succeeded."""
@@ -32,6 +32,11 @@ class Sampler(ABC):
     @abstractmethod
     def collect(self, step: int) -> list[Group]:
         """Returns the scored groups of step `step`."""
+
+    @property
+    @abstractmethod
+    def untrained(self) -> Sequence[tuple[int, int]]:
+        """See GroupSource."""
 
     @property
     def in_flight(self) -> bool:
@@ -89,3 +94,8 @@ class Sampler(ABC):
         if self.scorer:
             with self.phase("reward"):
                 score_attempts(self.scorer, groups)
+
+
+def sizes(sequences: Iterable[Rollout]) -> list[tuple[int, int]]:
+    """Returns the tokens of each sequence, and those among them that the policy sampled."""
+    return [(len(each.loss_mask), each.num_sampled_tokens) for each in sequences]

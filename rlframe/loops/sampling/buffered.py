@@ -1,7 +1,7 @@
 """BufferedSampler: takes the groups of a step from a buffer, which attempts fill."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from rlframe.attempts.turns import Progress
 from rlframe.cluster.watch.activities import learn
 from rlframe.loops.reporting.metrics import mean_of, scored
 from rlframe.loops.reporting.timeline import Timeline
-from rlframe.loops.sampling.base import REPLACEMENT_ROUNDS, Sampler
+from rlframe.loops.sampling.base import REPLACEMENT_ROUNDS, Sampler, sizes
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.types.rollout import OFFLINE_VERSION, Group, Rollout, attempts_in, by_attempt
 from rlframe.utils.errors import RlframeError
@@ -42,7 +42,9 @@ class Counts:
     dropped: dict[Flat, int] = field(default_factory=lambda: dict.fromkeys(Flat, 0))
     left_over: int = 0
     dropped_tokens: int = 0
-    """Number of sampled tokens that nothing is trained on."""
+    """Number of sampled tokens of the groups that were dropped."""
+    untrained: list[tuple[int, int]] = field(default_factory=list)
+    """See `GroupSource.untrained`."""
     unsuccessful: int = 0
     """Number of groups none of whose attempts, or only one, became a rollout."""
     oversampled: int = 0
@@ -96,6 +98,11 @@ class BufferedSampler(Sampler):
         return self.buffer.max_policy_lag > 0
 
     @property
+    def untrained(self) -> Sequence[tuple[int, int]]:
+        """See GroupSource."""
+        return self._counts.untrained
+
+    @property
     def _one_by_one(self) -> bool:
         """Returns whether groups are received, judged and replaced as they are done. Otherwise they are in rounds."""
         return self.in_flight or self.buffer.oversamples
@@ -125,6 +132,8 @@ class BufferedSampler(Sampler):
                 break
         self._leave(begun)
         self._taken = taken
+        for each in taken:
+            self._counts.untrained += sizes(chain(*each.lost.values()))
         begun_s = [self._begun_s.pop(each.lease.ordinal) for each in taken]
         if self.in_flight:
             # Their next wait may be for all of such a time, however short this one was.
@@ -172,10 +181,10 @@ class BufferedSampler(Sampler):
                 groups.append(task.group)
                 progress = [asdict(each) for each in task.progress]
             described.append({**lease.description(), "progress": progress, "lost": lost})
-        judged = asdict(self._next)
+        held = {"leases": described, "judged": asdict(self._next), "events": self.attempts.events}
 
         def write(folder: Path) -> None:
-            write_sealed(folder / LEASES, {"leases": described, "judged": judged})
+            write_sealed(folder / LEASES, held)
             write_groups(folder / GROUPS, groups)
 
         return write
@@ -188,6 +197,7 @@ class BufferedSampler(Sampler):
         tasks, held = [], read_sealed(folder / LEASES)
         # Older checkpoints do not say.
         self._next = Counts(**held.get("judged", {}))
+        self.attempts.recall(held.get("events", {}))
         for described in held["leases"]:
             progress, lost = described.pop("progress"), described.pop("lost")
             group = groups[str(described["ordinal"])]
@@ -316,6 +326,7 @@ class BufferedSampler(Sampler):
         self.buffer.drop(ordinal)
         del self._begun_s[ordinal]
         self._counts.dropped_tokens += sum(each.num_sampled_tokens for each in attempts)
+        self._counts.untrained += sizes(attempts)
         self.leases.ledger.dropped(ordinal, reason, attempts)
 
     def _exhausted(self, step: int) -> str:
@@ -344,13 +355,14 @@ class BufferedSampler(Sampler):
                 "reward/sampled_mean": mean_of(counts.rewards),
                 **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in counts.dropped.items()},
             }
+        if self.dynamic or self.in_flight or self.buffer.rest is OversampleRest.DROP or counts.dropped_tokens:
+            metrics["rollout/dropped_tokens"] = float(counts.dropped_tokens)
         if self.dynamic or counts.left_over:
             metrics["rollout/dropped_left_over_groups"] = float(counts.left_over)
         if counts.unsuccessful:
             metrics["rollout/dropped_unsuccessful_groups"] = float(counts.unsuccessful)
         if self.buffer.rest is OversampleRest.DROP:
             metrics["rollout/dropped_oversampled_groups"] = float(counts.oversampled)
-            metrics["rollout/dropped_tokens"] = float(counts.dropped_tokens)
         elif self.buffer.rest is OversampleRest.CARRY:
             metrics["rollout/carried_groups"] = float(counts.carried)
             metrics["rollout/carried_tokens"] = float(counts.carried_tokens)
@@ -360,7 +372,6 @@ class BufferedSampler(Sampler):
                 "rollout/lag_max": float(max(self._lags)),
                 "rollout/waiting_groups": float(len(self.buffer.waiting)),
                 "rollout/open_groups": float(len(self.buffer.open)),
-                "rollout/dropped_tokens": float(counts.dropped_tokens),
             }
             metrics |= self._in_flight_metrics()
         return metrics

@@ -1,7 +1,7 @@
 """MixedSampler: some steps train on responses that the policy does not sample, but the data or a teacher gives."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, Protocol
@@ -16,7 +16,7 @@ from rlframe.data.kinds.examples import ExampleSource, learnt_turns
 from rlframe.data.prompts import PromptSource
 from rlframe.data.sources import load
 from rlframe.data.text.turns import Tokens
-from rlframe.loops.sampling.base import REPLACEMENT_ROUNDS, Sampler
+from rlframe.loops.sampling.base import REPLACEMENT_ROUNDS, Sampler, sizes
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import OFFLINE_VERSION, FinishReason, Group, Rollout, SamplingParams, members
@@ -50,6 +50,12 @@ class MixedSampler(Sampler):
         assert self.group_size == 1, "there is one given response to a prompt"
         self._sampled = False
         self._dropped: Counter[str] = Counter()
+        self._untrained: list[tuple[int, int]] = []
+
+    @property
+    def untrained(self) -> Sequence[tuple[int, int]]:
+        """See GroupSource."""
+        return self._untrained
 
     def collect(self, step: int) -> list[Group]:
         """Returns P groups of one rollout of the next P prompts, or of the source's responses to them. Those without a
@@ -58,7 +64,7 @@ class MixedSampler(Sampler):
         Raises:
             RlframeError: too few groups for an optimizer step, after all rounds.
         """
-        self._sampled, self._dropped, self._taken = self.samples(step), Counter(), []
+        self._sampled, self._dropped, self._taken, self._untrained = self.samples(step), Counter(), [], []
         for again in range(REPLACEMENT_ROUNDS):
             missing = self.prompts_per_step - len(self._taken)
             if self._sampled:
@@ -98,11 +104,15 @@ class MixedSampler(Sampler):
         self._dropped[why] += 1
         reason = DropReason.LEFT_OVER if each.group.rollouts else main_reason(each.lost)
         attempts = [*each.group.rollouts, *chain(*each.lost.values())]
+        if self._sampled:
+            self._untrained += sizes(attempts)
         self.leases.ledger.dropped(each.lease.ordinal, reason, attempts)
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics about the source of the step's responses, and the numbers of dropped groups, if any."""
+        """Returns metrics about the source of the step's responses, and the numbers of what was dropped, if any."""
         dropped = {f"rollout/dropped_{why}_groups": float(count) for why, count in self._dropped.items()}
+        if self._untrained:
+            dropped["rollout/dropped_tokens"] = float(sum(sampled for _, sampled in self._untrained))
         return {"rollout/on_policy": float(self._sampled), **dropped}
 
 

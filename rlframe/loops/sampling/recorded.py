@@ -1,6 +1,6 @@
 """Sources of a step's groups other than engines alone: recorded on the way, or read from a recording."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ class RecordingSampler:
     def reset(self) -> None:
         """See GroupSource."""
         self.sampler.reset()
+
+    @property
+    def untrained(self) -> Sequence[tuple[int, int]]:
+        """See GroupSource."""
+        return self.sampler.untrained
 
     @property
     def in_flight(self) -> bool:
@@ -98,6 +103,11 @@ class ReplaySampler:
 
     def reset(self) -> None:
         """Does nothing: nothing is under way."""
+
+    @property
+    def untrained(self) -> Sequence[tuple[int, int]]:
+        """Returns nothing: nothing is sampled."""
+        return ()
 
     @property
     def in_flight(self) -> bool:

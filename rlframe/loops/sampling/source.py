@@ -1,6 +1,6 @@
 """The interface of what gives a loop the groups that it trains on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,12 @@ class GroupSource(Protocol):
 
     def reset(self) -> None:
         """Forgets everything that is under way."""
+        ...
+
+    @property
+    def untrained(self) -> Sequence[tuple[int, int]]:
+        """Returns the tokens, and those among them that the policy sampled, of each sequence of the last collected step
+        that is not trained on."""
         ...
 
     @property

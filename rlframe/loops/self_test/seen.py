@@ -244,11 +244,13 @@ class Seen:
 
 
 def gap_of(batch: Batch, logprobs: Float[Tensor, " T"]) -> Gap | None:
-    """Returns the gap of the tokens in the loss. None if there are none."""
+    """Returns the gap of the tokens in the loss. None if there are none. NaN on either side is infinite."""
     mask = batch.loss_mask
     if not mask.any():
         return None
     difference = (logprobs.double() - batch.rollout_logprobs.double())[mask]
+    # The largest of several numbers may pass NaN over.
+    difference[difference.isnan()] = torch.inf
     sizes = difference.abs()
     positions = position_in_response(batch)[mask]
     order = positions.argsort(stable=True)

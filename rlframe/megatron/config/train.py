@@ -88,8 +88,8 @@ class TrainConfig:
     lora: LoraConfig | None = None
     """Low-rank adapters, trained next to frozen weights. null trains the weights themselves."""
     norms_every_steps: Annotated[int, Range(0, 10**9, note="0: never")] = 0
-    """Number of steps between two measurements of the gradient's norm, and of the update's relative to the weights, by
-    part of the model. 0 measures neither."""
+    """Number of steps that train the model between two measurements of the gradient's norm, and of the update's
+    relative to the weights, by part of the model. 0 measures neither."""
 
     @property
     def sequence_tokens(self) -> int:

@@ -75,7 +75,8 @@ class Fp8(Quantization):
 
 
 def block_scales(amax: Tensor, *, powers_of_2: bool) -> Tensor:
-    """Returns the scales of blocks from their largest absolute values, in float32. A block of zeros has 1."""
+    """Returns the scales of blocks from their largest absolute values, in float32. A block of zeros has 1. One with a
+    number that is not finite has NaN: it would become 448 times the scale, and the engine would go on with it."""
     bounded = amax.clamp(min=SMALLEST_AMAX)
     if powers_of_2:
         exponents = torch.frexp(LARGEST / bounded).exponent
@@ -83,4 +84,4 @@ def block_scales(amax: Tensor, *, powers_of_2: bool) -> Tensor:
     else:
         # By a tensor: torch computes x / 448 on a GPU as x * (1 / 448), which rounds twice.
         scale = bounded / torch.full_like(bounded, LARGEST)
-    return torch.where(amax == 0, 1.0, scale)
+    return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))

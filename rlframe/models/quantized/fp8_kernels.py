@@ -27,6 +27,14 @@ _SHIFT = tl.constexpr(8388608.0)
 
 
 @triton.jit
+def _amax(weight):
+    """Returns the largest absolute value of a block, by its bits: those of NaN are the largest, and `tl.max` would pass
+    NaN over."""
+    bits = tl.abs(weight).to(tl.int32, bitcast=True)
+    return tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _scale(amax, POWERS: tl.constexpr):
     """Returns the scale of a block; see `fp8.block_scales`."""
     bounded = tl.maximum(amax, _SMALLEST_AMAX)
@@ -36,12 +44,14 @@ def _scale(amax, POWERS: tl.constexpr):
         scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
         scale = tl.div_rn(bounded, _LARGEST + amax * 0)
+    # Neither of infinity nor of NaN.
+    scale = tl.where(amax < float("inf"), scale, float("nan"))
     return tl.where(amax == 0, 1.0, scale)
 
 
 @triton.jit
 def _code(value):
-    """Returns the bits of the float8_e4m3fn nearest to each number, of two as near the even one."""
+    """Returns the bits of the float8_e4m3fn nearest to each number, of two as near the even one. NaN stays NaN."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(tl.abs(value), _LARGEST)
     held = magnitude.to(tl.int32, bitcast=True)
@@ -50,7 +60,7 @@ def _code(value):
     # Below, multiples of 2 ** -9.
     small = (magnitude * 512.0 + _SHIFT).to(tl.int32, bitcast=True) & 15
     code = tl.where(magnitude < 0.015625, small, normal)
-    return (code | ((bits >> 24) & 128)).to(tl.uint8)
+    return tl.where(value == value, code | ((bits >> 24) & 128), 127).to(tl.uint8)
 
 
 @triton.jit
@@ -65,7 +75,7 @@ def _quantize(boxes, tiles, SIZE: tl.constexpr, POWERS: tl.constexpr):
     row = (down * SIZE + tl.arange(0, SIZE)).to(tl.int64)[:, None]
     col = (across * SIZE + tl.arange(0, SIZE)).to(tl.int64)[None, :]
     weight = tl.load(source + row * tl.load(box + 1) + col).to(tl.float32)
-    scale = _scale(tl.max(tl.max(tl.abs(weight), 1), 0), POWERS)
+    scale = _scale(_amax(weight), POWERS)
     tl.store(values + row * tl.load(box + 3) + col, _code(tl.div_rn(weight, scale + weight * 0)))
     tl.store(scales + down * tl.load(box + 5) + across, scale)
 

@@ -95,14 +95,15 @@ def topics_of(run: RunConfig) -> Set[Any]:
 
 def _faults_elsewhere(values: Mapping[str, Any], known: list[Fault]) -> list[Fault]:
     """Returns the faults in the sections that no fault of `known` concerns. The other sections are reset to their
-    defaults, which are no values of the user's. Without a mode nobody knows which rules there are."""
+    defaults, which are no values of the user's, except for what decides which rules there are. Without a mode nobody
+    knows them."""
     faulty = {fault.section for fault in known}
     if "mode" in faulty:
         return []
     rest = {key: value for key, value in values.items() if key not in faulty}
-    algorithm = values.get("algorithm")
-    if "algorithm" in faulty and isinstance(algorithm, Mapping):
-        rest["algorithm"] = {"name": algorithm.get("name")}
+    for section, name in DECIDING.items():
+        if section in faulty and isinstance(own := values.get(section), Mapping):
+            rest[section] = {name: own.get(name)}
     return _faults_without(rest, faulty)
 
 
@@ -295,6 +296,9 @@ TOPICS = {
     **{need.faults: need.sections for need in effect.NEEDS},
 }
 """All topics with the sections that they read."""
+
+DECIDING = {"algorithm": "name", "rollout": "replay"}
+"""By section, the setting that `topics_of` asks for."""
 
 OF_THIS_MACHINE = frozenset(
     {

@@ -184,10 +184,11 @@ def reference(run: RunConfig) -> Iterator[Fault]:
             why="the reference is the model without its adapters, which is not trained",
             hint="train all weights",
         )
-    if every >= run.steps > 0:
+    warmup = algorithm.requirements.critic_warmup_steps
+    if every >= run.steps - warmup > 0:
         yield Fault(
             "algorithm.reference_update.every_steps",
-            f"must be below steps={run.steps}",
+            f"must be below steps={run.steps}" + (f" less algorithm.critic_warmup_steps={warmup}" if warmup else ""),
             got=every,
             why="the reference would never move before the last step",
         )

@@ -35,6 +35,7 @@ changes of single elements hold four that add up to 0 (Wagner, "A generalized bi
 additive checksum of 64 bits. Nothing of a run's faults knows its seed.
 """
 
+import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -107,18 +108,21 @@ def mix(value: NDArray[np.uint64]) -> None:
 
 
 _cache: dict[tuple[str, int], Keys] = {}
+_lock = threading.Lock()
+"""Held while the cache is used: frozen models are digested by several threads."""
 
 
 def keys(axis: str, count: int, seed: int) -> Keys:
     """Returns the keys of at least `count` indices of an axis, `row` or `col`. They are kept between calls, for one
     seed or two."""
-    cached = _cache.get((axis, seed))
-    if cached is None or len(cached.weights) < count:
-        size = 1 << max(count - 1, 1).bit_length()
-        if len(_cache) >= 2 * len(STREAMS):
-            _cache.pop(next(iter(_cache)))
-        mixers, weights = (splitmix64(_start(seed, stream), size) for stream in STREAMS[axis])
-        cached = _cache[axis, seed] = Keys(mixers, weights | np.uint64(1))
+    with _lock:
+        cached = _cache.get((axis, seed))
+        if cached is None or len(cached.weights) < count:
+            size = 1 << max(count - 1, 1).bit_length()
+            if len(_cache) >= 2 * len(STREAMS):
+                _cache.pop(next(iter(_cache)))
+            mixers, weights = (splitmix64(_start(seed, stream), size) for stream in STREAMS[axis])
+            cached = _cache[axis, seed] = Keys(mixers, weights | np.uint64(1))
     return cached
 
 

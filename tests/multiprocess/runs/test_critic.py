@@ -20,6 +20,9 @@ PPO = LEARNING | {
     "steps": 6,
     "checkpoint.every_steps": 2,
     "checkpoint.keep_last": 3,
+    # The first checkpoint is of the warm-up, in which nothing of the policy is measured.
+    "checkpoint.keep_best": 1,
+    "checkpoint.best_metric": "train/entropy_nats",
     "train.num_minibatches": 2,
     "train.offload_optimizer": True,
     "train.optimizer.lr": 2.8e-3,

@@ -16,7 +16,7 @@ MUTATIONS: list[Mutation] = [
         ),
         ("a resumed epoch passes nobody over", 'set(state["passed"])', "set()"),
         ("a resumed epoch has another order", 'list(state["ranked"])', 'list(state["rates"])'),
-        ("a stage begins late", "if first <= max(step, 1)][-1]", "if first < max(step, 1) or step == 1][-1]"),
+        ("a stage begins late", "first <= max(step, 1) for", "first < max(step, 1) or first == 1 for"),
         ("true is a number", "if isinstance(value, bool) or not isinstance(", "if not isinstance("),
     ),
     *faults(
@@ -103,9 +103,19 @@ MUTATIONS: list[Mutation] = [
         ("the worked solution is the answer", 'return match[1].replace(",", "") if match else text', "return text"),
         (
             "the answer is part of the prompt",
-            'return messages, weights, len(messages) - (messages[-1]["role"] == "assistant")',
-            "return messages, weights, len(messages)",
+            'len(messages) - (messages[-1]["role"] == "assistant")',
+            "len(messages)",
         ),
         ("message weights are 1", "weights[index] = float(weight)", "weights[index] = 1.0"),
+        (
+            "a weight has no effect where the last turn alone is learned",
+            "float(index >= first) if own is None else own",
+            "float(index >= first) * (1.0 if own is None else own)",
+        ),
+    ),
+    *faults(
+        "rlframe/data/text/conversations.py",
+        "tests/unit/data/test_records.py",
+        ("a prompt is learned where the response is text", "asked=len(messages) if is_prompt else 0", "asked=0"),
     ),
 ]

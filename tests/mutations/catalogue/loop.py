@@ -163,8 +163,18 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
+        "rlframe/loops/online.py",
+        "tests/unit/loops/test_online_loop.py",
+        ("engines are timed by what is trained on", ", untrained=untrained)", ")"),
+    ),
+    *faults(
         "rlframe/loops/sampling/buffered.py",
         "tests/unit/loops/sampling/test_buffered.py",
+        (
+            "a resumed run forgets what happened until its checkpoint",
+            'self.attempts.recall(held.get("events", {}))',
+            "self.attempts.recall({})",
+        ),
         (
             "dropped groups are kept",
             "elif self.dynamic and (reason := flat(",

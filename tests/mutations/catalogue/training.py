@@ -108,6 +108,15 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/types/results.py",
+        "tests/unit/types/test_results.py",
+        (
+            "NaN is no greatest number",
+            "self.value != self.value or self.value >= other.value",
+            "self.value >= other.value",
+        ),
+    ),
+    *faults(
+        "rlframe/types/results.py",
         "tests/contracts/test_losses_read_no_number.py",
         (
             "micro-batches' numbers change places",

@@ -120,9 +120,9 @@ def test_what_is_passed_over_is_counted_and_the_order_stays_without_a_target(
     stream = source(path, tokenizer, by=By.PASS_RATE, highest=0.9)
     leases = Leases(stream, Ledger(tmp_path), curriculum=stream)
     epoch(leases, stream, 4, {"a": 0.0, "b": 1.0, "d": 0.25})
-    assert leases.metrics() == {"data/passed_over_prompts": 0.0}
+    assert leases.metrics(2) == {"data/passed_over_prompts": 0.0}
     assert epoch(leases, stream, 3, {}) == "acd"
-    assert leases.metrics() == {"data/passed_over_prompts": 1.0}
+    assert leases.metrics(2) == {"data/passed_over_prompts": 1.0}
     assert epoch(leases, stream, 4, {}) == "abcd"
 
 
@@ -138,7 +138,7 @@ def test_what_a_step_passed_over_that_is_done_again_counts_once(
         # A rank of the trainer dies in the step, in the first of the two.
         leases.restore(saved)
         assert epoch(leases, stream, 3, {}) == "acd"
-    assert leases.metrics() == {"data/passed_over_prompts": 1.0}
+    assert leases.metrics(2) == {"data/passed_over_prompts": 1.0}
 
 
 def test_what_is_passed_over_takes_nothing_of_the_share_of_its_dataset(
@@ -155,7 +155,7 @@ def test_what_is_passed_over_takes_nothing_of_the_share_of_its_dataset(
     epoch(leases, stream, 8, dict.fromkeys(ids[:3], 1.0))
     taken = [lease.prompt.id for lease in leases.take(8, step=2, version=1)]
     assert sum(name in ids[:4] for name in taken) == 4, taken
-    assert leases.metrics() == {"data/passed_over_prompts": 3.0}
+    assert leases.metrics(2) == {"data/passed_over_prompts": 3.0}
 
 
 def test_a_pass_rate_is_the_mean_of_one_reward_between_0_and_1(
@@ -184,7 +184,9 @@ def test_stages_begin_at_their_steps_and_have_epochs_of_their_own(
     leases = Leases(stream, Ledger(tmp_path), curriculum=stream)
     dealt = [[lease.prompt.id for lease in leases.take(2, step=step, version=0)] for step in (1, 2, 3, 4)]
     assert dealt == [["b", "d"], ["e", "b"], ["a", "c"], ["a", "c"]]
-    assert leases.metrics() == {"data/stage": 1.0}
+    assert leases.metrics(4) == {"data/stage": 1.0}
+    # Prompts are dealt ahead of the steps that train on them.
+    assert leases.metrics(2) == {"data/stage": 0.0}
     leases.ledger.write(4)
     epochs = [event.epoch for event in read_ledger(tmp_path).events if isinstance(event, Leased)]
     assert epochs == [0, 0, 0, 1, 0, 0, 1, 1]

@@ -154,6 +154,23 @@ def test_turns_of_a_prompt_are_not_learnt_where_the_completion_is_a_list_of_mess
 
 
 @pytest.mark.parametrize(
+    ("fields", "weights"),
+    [
+        ({"prompt": [USER, FOUR, USER], "completion": "4"}, (0.0, 0.0, 0.0, 1.0)),
+        ({"prompt": [USER, FOUR, USER], "response": "4"}, (0.0, 0.0, 0.0, 1.0)),
+        ({"prompt": [USER, FOUR, USER], "answer": "4"}, (0.0, 0.0, 0.0, 1.0)),
+        ({"prompt": [USER, {**FOUR, "weight": 0.5}, USER], "completion": "4"}, (0.0, 0.5, 0.0, 1.0)),
+        # What is a conversation as a whole is learnt as one, and so is the history of an instruction.
+        ({"prompt": [USER, FOUR, USER, FOUR], "answer": "4"}, (1.0, 1.0, 1.0, 1.0)),
+        ({"messages": [USER, FOUR, USER], "answer": "4"}, (1.0, 1.0, 1.0, 1.0)),
+        ({"instruction": "2+2?", "output": "4", "history": [["2+2?", "4"]]}, (1.0, 1.0, 1.0, 1.0)),
+    ],
+)
+def test_turns_of_a_prompt_are_not_learnt_where_the_response_is_text(fields: dict, weights: tuple[float, ...]) -> None:
+    assert understand(Record(fields=fields, source="s", where="s:1"), DataConfig()).weights == weights
+
+
+@pytest.mark.parametrize(
     ("prompt", "completion", "message"),
     [
         ([USER], [], "expected the messages of 'completion' to begin with the assistant's, found none"),

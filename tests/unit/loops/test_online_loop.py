@@ -6,6 +6,7 @@ logprobs are off by a constant, as an engine's in another number format are. Wha
 below from the formulas of the paper, without rlframe's own.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.algorithms.policy_gradient import ClippedPolicyGradient
 from rlframe.attempts.account.leases import Leases
@@ -23,6 +25,7 @@ from rlframe.attempts.buffer import Buffer
 from rlframe.loops.online import OnlineLoop
 from rlframe.loops.phases import Phases
 from rlframe.loops.reporting.metrics import MetricsLog
+from rlframe.loops.reporting.throughput import Shape, Throughput
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.loops.saving.checkpoints import Checkpoints
 from rlframe.loops.schedule import Schedule
@@ -176,11 +179,13 @@ def trained(
     num_minibatches: int,
     edit: Callable[[GrpoConfig], GrpoConfig] = lambda one: one,
     shares: Callable[[World], list[Any]] = lambda world: [],
+    dynamic: DynamicSamplingConfig | None = None,
 ) -> World:
     """Runs the loop for STEPS steps.
 
     Args:
         shares: the roles that take turns on a device.
+        dynamic: by which groups are dropped.
     """
     algorithm = Grpo(edit(GrpoConfig(group_size=GROUP, kl_coefficient=KL, clip_low=CLIP, clip_high=CLIP)))
     overrides = [f"output={tmp_path}", f"steps={STEPS}", "logging.tensorboard=false", "logging.progress=false"]
@@ -196,7 +201,7 @@ def trained(
     leases = Leases(world, Ledger(tmp_path))
     world.sampler = BufferedSampler(
         leases=leases, attempts=world.attempts, scorer=None, phase=phase, prompts_per_step=PROMPTS,
-        group_size=GROUP, buffer=buffer, last_step=STEPS,
+        group_size=GROUP, buffer=buffer, last_step=STEPS, dynamic=dynamic,
     )  # fmt: skip
     loop = OnlineLoop(
         schedule=Schedule(last_step=STEPS, every={}, checkpoints=checkpoints),
@@ -204,6 +209,7 @@ def trained(
         prompts=world, rollout=world, leases=leases, attempts=world.attempts, scorer=None, sampler=Noted(world),
         phase=phase,
         checkpoints=checkpoints, export=lambda folder: None,
+        throughput=Throughput(shapes={"rollout": Shape(devices=2, operations=lambda length: length)}),
     )  # fmt: skip
     for step in range(1, STEPS + 1):
         loop.step(step)
@@ -252,6 +258,14 @@ def test_each_step_samples_from_what_the_one_before_it_published(tmp_path: Path)
     versions = [{rollout.spans[0].version for rollout in rollouts} for rollouts in world.samples]
     assert versions == [{0}, {1}, {2}]
     torch.testing.assert_close(world.published[STEPS], world.policy.logits, rtol=0, atol=0)
+
+
+def test_the_throughput_of_engines_is_of_all_that_they_sample(tmp_path: Path) -> None:
+    trained(tmp_path, num_minibatches=1, dynamic=DynamicSamplingConfig())
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    tokens = [each["throughput/rollout_tokens_per_s_device"] * each["time/rollout_s"] * 2 for each in steps]
+    assert tokens == pytest.approx([2 * each["rollout/sampled"] for each in steps])
+    assert max(each["rollout/sampled"] for each in steps) > PROMPTS * GROUP, "some groups were dropped"
 
 
 def test_a_policy_that_takes_turns_with_the_engines_sleeps_before_their_weights_come(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from rlframe.types.results import EffectiveSize, Mean, MeanIfAny, Peak, Sum, mer
 def test_metrics_combine_by_kind() -> None:
     # Means pool their counts: (3 + 1) / (2 + 8), not the mean of 1.5 and 0.125.
     assert (Mean(3.0, 2.0) + Mean(1.0, 8.0)).value == 0.4
-    assert Peak(2.0) + Peak(-5.0) == Peak(2.0)
+    assert Peak(2.0) + Peak(-5.0) == Peak(-5.0) + Peak(2.0) == Peak(2.0)
+    assert math.isnan((Peak(2.0) + Peak(math.nan)).value) and math.isnan((Peak(math.nan) + Peak(2.0)).value)
     assert Sum(2.0) + Sum(-5.0) == Sum(-3.0)
 
 

@@ -1,6 +1,8 @@
 """The positional checksum, against plain Python integers."""
 
+import sys
 from collections.abc import KeysView
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -61,6 +63,21 @@ def test_keys_do_not_depend_on_how_many_are_asked_for() -> None:
     assert many.weights[:3].tolist() == few.weights[:3].tolist()
     assert many.mixers[:3].tolist() == few.mixers[:3].tolist()
     assert all(value % 2 for value in many.weights.tolist())
+
+
+def test_several_threads_may_ask_for_keys_of_many_seeds() -> None:
+    """As several frozen models do, each with a seed and threads of its own."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def ask(first: int) -> bool:
+        return all(len(digests.keys("row", 2, first + seed).weights) >= 2 for seed in range(3000))
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(ask, [0, 0, 10_000, 10_000]))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_digest_of_four_elements_by_hand() -> None:

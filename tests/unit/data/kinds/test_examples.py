@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from rlframe.utils.errors import DataError
 from tests.unit.data.marks import marked, with_template
 
 
-def examples_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> tuple[Tokens, ...]:
-    conversation = understand(Record(fields=fields, source="s", where="s:1"), DataConfig())
-    return learnt_turns(conversation, tokenizer, config=DataConfig()).sequences
+def examples_of(tokenizer: PreTrainedTokenizerFast, fields: dict, **settings: Any) -> tuple[Tokens, ...]:
+    config = DataConfig(**settings)
+    conversation = understand(Record(fields=fields, source="s", where="s:1"), config)
+    return learnt_turns(conversation, tokenizer, config=config).sequences
 
 
-def example_of(tokenizer: PreTrainedTokenizerFast, fields: dict) -> Tokens:
-    (example,) = examples_of(tokenizer, fields)
+def example_of(tokenizer: PreTrainedTokenizerFast, fields: dict, **settings: Any) -> Tokens:
+    (example,) = examples_of(tokenizer, fields, **settings)
     return example
 
 
@@ -67,12 +69,18 @@ TALK = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("
 
 
 def test_the_last_turn_alone_is_learnt_when_asked(tokenizer: PreTrainedTokenizerFast) -> None:
-    fields = {"messages": [{"role": role, "content": text} for role, text in TALK]}
-    conversation = understand(Record(fields=fields, source="s", where="s:1"), DataConfig())
-    (last,) = learnt_turns(conversation, tokenizer, config=DataConfig(last_turn_only=True)).sequences
+    messages: list[dict] = [{"role": role, "content": text} for role, text in TALK]
+    last = example_of(tokenizer, {"messages": messages}, last_turn_only=True)
     assert marked(last, tokenizer) == (
         "<user>a<end>\n<assistant>b<end>\n<user>c<end>\n<assistant>d<end>\n<user>e<end>\n<assistant>[f][<end>]"
     )
+    # A message that says its weight has it all the same.
+    messages[1]["weight"], messages[5]["weight"] = 0.5, 0
+    told = example_of(tokenizer, {"messages": messages}, last_turn_only=True)
+    assert marked(told, tokenizer) == "<user>a<end>\n<assistant>[b][<end>]"
+    assert told.weights[told.weights > 0].tolist() == [0.5, 0.5]
+    apart = {"prompt": messages[:1], "completion": [{**messages[1], "weight": None}, *messages[2:4]]}
+    assert marked(example_of(tokenizer, apart, last_turn_only=True), tokenizer).count("[") == len("d") + 1
 
 
 def test_a_message_counts_by_its_weight_and_a_weight_of_zero_masks_it(tokenizer: PreTrainedTokenizerFast) -> None:

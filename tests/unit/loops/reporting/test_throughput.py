@@ -35,6 +35,10 @@ def test_sampled_tokens_see_the_prompt_and_each_other() -> None:
     throughput = Throughput(shapes={"rollout": shape(1)}, peak=10_800.0)
     expected = {"throughput/rollout_tokens_per_s_device": 2.0, "throughput/rollout_mfu_fraction": 2 * 28 / 10_800}
     assert throughput.of_sampling(TIMES, counts.lengths, counts.sampled) == pytest.approx(expected)
+    # One more prompt of 2 tokens with a response of 8: a length of 12, a mean of 10.5 and 31 operations.
+    expected = {"throughput/rollout_tokens_per_s_device": 4.0, "throughput/rollout_mfu_fraction": 4 * 31 / 10_800}
+    found = throughput.of_sampling(TIMES, counts.lengths, counts.sampled, untrained=[(10, 8)])
+    assert found == pytest.approx(expected), "what is sampled and dropped takes its part of the time"
     ahead = Throughput(shapes={"rollout": shape(1)}, samples_ahead=True)
     assert ahead.of_sampling(TIMES, counts.lengths, counts.sampled) == {
         "throughput/rollout_tokens_per_s_device": 1.0

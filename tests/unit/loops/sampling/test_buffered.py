@@ -12,6 +12,7 @@ from rlframe.algorithms.dynamic_sampling import DynamicSamplingConfig, Flat, fla
 from rlframe.attempts.account.leases import Leases
 from rlframe.attempts.account.ledger import Dropped, Ledger, read_ledger
 from rlframe.attempts.buffer import Buffer
+from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.data.cursor import Cursor
 from rlframe.loops.sampling.buffered import BufferedSampler
 from rlframe.types.input import ModelInput
@@ -100,7 +101,10 @@ def test_groups_without_a_signal_are_replaced_and_counted_by_reason() -> None:
         "rollout/dropped_other_groups": 1.0,
         "rollout/dropped_unscored_groups": 0.0,
         "rollout/dropped_left_over_groups": 0.0,
+        # Of five groups of two attempts, each a prompt and a response of one token.
+        "rollout/dropped_tokens": 10.0,
     }
+    assert made.untrained == [(2, 1)] * 10
     # What was dropped is consumed.
     assert collected(made, 4)[::2] == ["p9", "p10", "p11", "p1"]
 
@@ -234,6 +238,33 @@ def test_a_step_whose_attempts_all_fail_says_what_to_mend() -> None:
         made.collect(1)
 
 
+def test_what_happens_to_attempts_until_a_checkpoint_counts_in_the_next_step_of_a_resumed_run_too(
+    tmp_path: Path,
+) -> None:
+    def observe(rollout: Rollout) -> None:
+        if rollout.prompt.id == "p8":
+            raise SessionFailed(Trouble.RAISED, "no session left")
+
+    def score(rollout: Rollout) -> None:
+        rollout.reward = float(rollout.sample_index * (rollout.prompt.id not in ("p4", "p5", "p6", "p7")))
+
+    def says(_: GenerationRequest) -> Completion:
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+
+    first, second = (sampler({}, dynamic=DynamicSamplingConfig(), max_policy_lag=1) for _ in range(2))
+    first.attempts = LocalAttempts([answering(says)], score, observe=observe)  # type: ignore[assignment]
+    first.collect(1)
+    first.settle(1)
+    assert first.attempts.events == {}
+    # The policy trains meanwhile, and p8, in the place of p4, ends.
+    first.attempts._loop.run_until_complete(asyncio.sleep(1))  # type: ignore[attr-defined]
+    first.hold(1)(tmp_path)
+    second.go_on(tmp_path)
+    assert second.attempts.events == first.attempts.events == {"raised": 2}
+    for each in (first, second):
+        each.reset()
+
+
 def test_what_a_checkpoint_judges_counts_in_the_next_step_and_before_its_position_is_read(tmp_path: Path) -> None:
     flat_ones = dict.fromkeys(("p4", "p5", "p6", "p7", "p8", "p9"), (1.0, 1.0))
     made = sampler(flat_ones, dynamic=DynamicSamplingConfig(), max_policy_lag=1)
@@ -250,7 +281,7 @@ def test_what_a_checkpoint_judges_counts_in_the_next_step_and_before_its_positio
         def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
             measured.append(prompt.id)
 
-        def metrics(self) -> dict[str, float]:
+        def metrics(self, step: int) -> dict[str, float]:
             return {}
 
     made.leases.curriculum = Noted()
@@ -294,6 +325,7 @@ def test_what_a_checkpoint_judges_counts_in_the_next_step_of_a_resumed_run_too(t
     names = ("rollout/sampled", "reward/sampled_mean", "rollout/dropped_all_right_groups", "rollout/dropped_tokens")
     expected, found = first.metrics(), second.metrics()
     assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+    assert list(map(tuple, second.untrained)) == first.untrained != []
     for each in (first, second):
         each.reset()
 
@@ -315,7 +347,7 @@ def test_a_resumed_run_keeps_the_newest_pass_rate_of_a_prompt_that_is_also_in_a_
         def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
             rates[prompt.id] = sum(rollout.reward for rollout in rollouts) / 2
 
-        def metrics(self) -> dict[str, float]:
+        def metrics(self, step: int) -> dict[str, float]:
             return {}
 
     def score(rollout: Rollout) -> None:
@@ -366,7 +398,7 @@ def test_groups_that_are_replaced_do_not_hasten_the_curriculum(lag: int) -> None
 
         def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None: ...
 
-        def metrics(self) -> dict[str, float]:
+        def metrics(self, step: int) -> dict[str, float]:
             return {}
 
     made.leases.curriculum = Noted()

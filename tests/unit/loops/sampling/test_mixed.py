@@ -97,7 +97,12 @@ def test_prompts_without_a_response_are_replaced(tokenizer: PreTrainedTokenizerB
     mixed = sampler(tokenizer, {1}, lost=stream[:2])
     groups = mixed.collect(step=1)
     assert [group.prompt.id for group in groups] == stream[2:6] and len(members(groups)) == 4
-    assert mixed.metrics() == {"rollout/on_policy": 1.0, "rollout/dropped_unsuccessful_groups": 2.0}
+    assert mixed.metrics() == {
+        "rollout/on_policy": 1.0,
+        "rollout/dropped_unsuccessful_groups": 2.0,
+        "rollout/dropped_tokens": 2.0,
+    }
+    assert len(mixed.untrained) == 2
     mixed.settle(1)
     events = read_ledger(mixed.leases.ledger.file.parent).events
     assert Counter(each.event for each in events) == {"leased": 6, "trained": 4, "dropped": 2}
@@ -111,7 +116,11 @@ def test_a_batch_that_does_not_get_full_has_whole_minibatches(
     mixed = sampler(tokenizer, {1, 2}, lost=stream[3:], num_minibatches=2)
     assert [group.prompt.id for group in mixed.collect(step=1)] == stream[:2]
     # One of the first four, and the one in its place in each of nine further rounds.
-    dropped = {"rollout/dropped_unsuccessful_groups": 10.0, "rollout/dropped_left_over_groups": 1.0}
+    dropped = {
+        "rollout/dropped_unsuccessful_groups": 10.0,
+        "rollout/dropped_left_over_groups": 1.0,
+        "rollout/dropped_tokens": 11.0,
+    }
     assert mixed.metrics() == {"rollout/on_policy": 1.0, **dropped}
     with pytest.raises(RlframeError, match="step 2: fewer than the 2 prompts that an update needs got a response, in"):
         mixed.collect(step=2)

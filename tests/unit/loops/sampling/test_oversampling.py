@@ -105,7 +105,7 @@ class InStages:
 
     def measure(self, prompt: Prompt, rollouts: list[Rollout]) -> None: ...
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, step: int) -> dict[str, float]:
         return {}
 
 

@@ -133,6 +133,14 @@ def shifted(seen: Seen) -> None:
     seen.steps = [replace(each, gap=gap) for each in seen.steps]
 
 
+def unlikely(seen: Seen) -> None:
+    """The engine gives no number to a token that it has sampled in the last step."""
+    batch = batch_of(seen)
+    logprobs = batch.rollout_logprobs.clone()
+    logprobs[batch.loss_mask.nonzero()[0]] = math.nan
+    last(seen, gap=gap_of(batch, logprobs))
+
+
 def masked(seen: Seen, place: int, *, counts: bool) -> None:
     batch_of(seen).loss_mask[place] = counts
 
@@ -157,6 +165,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "logprobs of the token before": ("gap", shifted),
     "an engine of other weights": ("gap", lambda seen: last(seen, engines=[FIXED, [[-1.1, -2.1, -0.6], [-3.0]]])),
     "NaN": ("gap", lambda seen: last(seen, engines=[FIXED, [[math.nan, -2.0, -0.5], [-3.0]]])),
+    "NaN of a sampled token": ("gap", unlikely),
     "loss changes": (
         "determinism",
         lambda seen: setattr(seen, "repeats", replace(seen.repeats, losses={"train/loss": (0.5, 0.51)})),

@@ -1,5 +1,7 @@
 """The GPU's quantisation, on the CPU by Triton's interpreter; run by tests/multiprocess/test_interpreted.py."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +36,22 @@ def test_a_launch_gives_the_bits_of_fp8(powers_of_2: bool) -> None:
         expected = FP8.quantize(weight, powers_of_2=powers_of_2)
         assert torch.equal(scales, expected[1])
         assert torch.equal(values.view(torch.uint8), expected[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("powers_of_2", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_block_with_a_number_that_is_not_finite_is_no_number(bad: float, powers_of_2: bool) -> None:
+    weight = weights()[0]
+    weight[200, 130] = bad
+    values = torch.zeros(weight.shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.zeros(2, 3)
+    QuantizeTable([(weight, values, scales)], powers_of_2=powers_of_2).run()
+    expected = FP8.quantize(weight, powers_of_2=powers_of_2)
+    for found in ((values, scales), expected):
+        read = FP8.dequantize(found, torch.float32).view(2, 128, 3, 128)
+        assert read.isnan().all((1, 3)).tolist() == read.isnan().any((1, 3)).tolist() == [[False] * 3, [0, 1, 0]]
+    # The proof between steps compares the kernel's bits with those of torch.
+    assert torch.equal(values.view(torch.uint8), expected[0].view(torch.uint8))
 
 
 def test_every_number_of_16_bits_is_rounded_as_torch_rounds_it() -> None:

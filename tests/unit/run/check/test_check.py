@@ -240,6 +240,10 @@ def test_a_critic_has_no_fault(model: str) -> None:
         (["critic.model.path=nowhere"], ["critic.model.path 'nowhere'"]),
         (["critic.model.path=qwen3_moe_tiny"], ["critic.model.path=qwen3_moe_tiny must have the vocabulary of"]),
         (["algorithm.critic_warmup_steps=3", "steps=3"], ["algorithm.critic_warmup_steps must be below steps=3"]),
+        # The policy trains in the last two steps, and the reference would move after the second.
+        (["steps=4", "algorithm.critic_warmup_steps=2", "algorithm.kl_in_reward=false", "algorithm.kl_coefficient=0.1",
+          "algorithm.reference_update.every_steps=2"],
+         ["reference_update.every_steps must be below steps=4 less algorithm.critic_warmup_steps=2, got 2"]),
         (["critic.train.offload_optimizer=true", "critic.colocate=false"],
          ["critic.train.offload_optimizer has no effect with critic.colocate=false"]),
         (["train.offload_optimizer=true", "cluster.colocate=false", "critic.colocate=false"],

@@ -8,7 +8,8 @@ from transformers import AutoTokenizer
 
 from rlframe.attempts.account.recording import RECORDING, ROLLOUTS, begin_recording, step_folder
 from rlframe.attempts.account.stored import write_groups
-from rlframe.run.check import check
+from rlframe.config.load import composed
+from rlframe.run.check import check, checked
 from rlframe.run.load import load
 from rlframe.run.recording import recording_of
 from rlframe.utils.errors import ConfigError
@@ -58,6 +59,15 @@ def test_neither_engine_nor_data_nor_rewards_need_be_here(model: Path, recorded:
         "reward.parts.exact_match.name=/not/here.py:f",
     ]
     assert faults(model, recorded, *overrides, "weight_sync.transport=cuda_ipc", "cluster.device=cpu") == []
+
+
+def test_a_wrong_setting_of_engines_does_not_ask_for_the_data_and_rewards(model: Path, recorded: Path) -> None:
+    elsewhere = ["data.path=/not/here.jsonl", "reward.parts.exact_match.name=/not/here.py:f"]
+    wrong = ["rollout.temperature=-1", "train.num_minibatches=3"]
+    overrides = [f"model.path={model}", *SMALL, f"rollout.replay={recorded}", *elsewhere, *wrong]
+    with pytest.raises(ConfigError) as error:
+        checked(composed("grpo_qwen3_moe", overrides))
+    assert [str(fault.key) for fault in error.value.faults] == ["rollout.temperature", "prompts_per_step"]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def second_sorts(rank: int, init_method: str, folder: str, parallel: str) -> int
     return len(calls)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("parallel", "sorts"), [("d1", False), ("d2|ffn:d1t1e2", True)])
 def test_tokens_of_one_rank_are_sorted_once(parallel: str, sorts: bool, tmp_path: pathlib.Path) -> None:
     layers = make("qwen3_moe", tmp_path).config.num_hidden_layers

@@ -37,7 +37,6 @@ MUTATIONS: list[Mutation] = [
             "rollout.prompt.id, rollout.sample_index, 0)",
         ),
         ("a masked attempt is trained on", "reason = DropReason.MASKED", "reason = DONE"),
-        ("a retry keeps its tokens", "                rollout.restart(rollout.prompt.input)\n", ""),
         (
             "one turn too many",
             "if progress.turn + 1 >= self._config.max_turns:",
@@ -59,6 +58,11 @@ MUTATIONS: list[Mutation] = [
             "            if answer.verdict:\n                await dialogue.close()\n",
             "            answer.note(rollout)\n            answer = type(answer)(token_ids=answer.token_ids, verdict=answer.verdict, begins_anew=answer.begins_anew)\n            if answer.verdict:\n                await dialogue.close()\n",
         ),
+    ),
+    *faults(
+        "rlframe/attempts/turns.py",
+        "tests/unit/attempts/test_turns.py",
+        ("a retry keeps its tokens", "                rollout.restart(rollout.prompt.input)\n", ""),
     ),
     *faults(
         "rlframe/attempts/sessions/dialogue.py",

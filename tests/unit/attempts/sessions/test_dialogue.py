@@ -230,6 +230,8 @@ def test_limits_end_an_attempt_without_another_question(
         else:
             (rollout,) = ended.group.rollouts
             assert rollout.finish_reason is FinishReason.LENGTH and len(rollout.turns) == turns
+            # What the environment answered has no room either.
+            assert rollout.num_tokens == rollout.turns[-1][1]
 
 
 def test_a_response_that_was_cut_off_is_not_put_to_the_environment(words: PreTrainedTokenizerBase) -> None:
@@ -294,9 +296,11 @@ def test_a_history_that_is_written_anew_makes_sequences_of_one_attempt(words: Pr
     forgetful = copy.deepcopy(words)
     forgetful.chat_template = FORGETFUL
     config = EnvironmentConfig(name=f"{HERE}:Game", workers=1)
+    rendering = RenderingConfig(history=History.FORK, reasoning="none")
     bench, ended, events = attempted(
-        forgetful, thinks, config, size=2, rendering=RenderingConfig(history=History.FORK, reasoning="none")
+        forgetful, thinks, config, size=2, rendering=rendering, judge=lambda rollout: setattr(rollout, "reward", 2.0)
     )
+    assert {each.reward for each in ended.group.rollouts} == {2.0}, "sequences have the reward of their attempt"
     assert events == {Event.FORKED: 4} and len(ended.group.rollouts) == 6
     first = ended.group.rollouts[:3]
     assert [(each.sample_index, each.sequence) for each in ended.group.rollouts] == [
@@ -312,7 +316,7 @@ def test_a_history_that_is_written_anew_makes_sequences_of_one_attempt(words: Pr
     assert len(bench.judged) == 2, "the last sequence of each attempt is judged"
     batch = pack([ended.group])
     assert batch.attempt is not None and batch.attempt.tolist() == [0, 0, 0, 1, 1, 1]
-    assert rewards_by_sequence(batch).tolist() == [3.0] * 6
+    assert rewards_by_sequence(batch).tolist() == [5.0] * 6
 
 
 def test_an_attempt_that_has_forked_goes_on_in_its_last_sequence(words: PreTrainedTokenizerBase) -> None:

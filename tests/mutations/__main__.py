@@ -36,6 +36,8 @@ WARM = """torch numpy pytest hypothesis transformers torch.distributed torch._dy
 megatron.core.models.gpt megatron.core.optimizer megatron.core.dist_checkpointing"""
 """Modules that tests need and no fault changes: imported once."""
 KILLED, SURVIVED, BROKEN, EXPLAINED = "killed", "survived", "broken", "survived, explained"
+NOT_RUN = "not run"
+"""Of a fault whose test skips itself on this machine. It is not written down."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +70,15 @@ def main() -> int:
         with ProcessPoolExecutor(options.jobs, mp_context=fork, initializer=take, initargs=(free,)) as pool:
             tests = sorted({each.test for each in chosen})
             right = dict(zip(tests, pool.map(try_right, tests), strict=True))
+            found: dict[str, Verdict] = {}
             for done in as_completed(pool.submit(attempt, each, *right[each.test]) for each in chosen):
                 verdict = done.result()
-                verdicts[verdict.name] = verdict
+                found[verdict.name] = verdict
+                if verdict.outcome != NOT_RUN:
+                    verdicts[verdict.name] = verdict
                 print(f"{verdict.outcome:>20}  {verdict.seconds:6.1f} s  {verdict.name}", flush=True)
                 write(verdicts)
-    return report([verdicts[each.name] for each in chosen])
+    return report([found[each.name] for each in chosen])
 
 
 def copy_checkout(folder: Path) -> Path:
@@ -124,6 +129,8 @@ def attempt(mutation: Mutation, wrong: str, right_s: float) -> Verdict:
     if code == 1:
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
         return verdict(outcome=KILLED, seconds=seconds, said=failed[1] if failed else said[-600:])
+    if code == 0 and " passed" not in said:
+        return verdict(outcome=NOT_RUN, seconds=seconds, said=said[-600:])
     if code == 0 and mutation.survives:
         return verdict(outcome=EXPLAINED, seconds=seconds, said=mutation.survives)
     return verdict(outcome=BROKEN if code else SURVIVED, seconds=seconds, said=said[-600:])

@@ -1,6 +1,7 @@
 """Sessions in processes: what misbehaves ends itself alone."""
 
 import asyncio
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -115,6 +116,11 @@ EXPECTED: dict[str, Trouble] = {
     "interrupts itself": Trouble.TOOK_TOO_LONG,
 }
 """The ways that the session itself is found guilty of."""
+WHY = {
+    "computes for ever": "it kept its process busy for longer than",
+    "blocks for ever": "it kept its process busy for longer than",
+}
+"""What is said of some of them."""
 BY_TIME = {Trouble.TOOK_TOO_LONG, Trouble.DIED, Trouble.NEIGHBOUR}
 """What a session may be found guilty of because of its limit of time."""
 ANYHOW = sorted(set(WAYS) - set(EXPECTED))
@@ -137,6 +143,29 @@ def test_a_session_that_misbehaves_ends_itself_alone(kind: str) -> None:
     assert good == [(1.0, ["1", "2"])] * 4
     if kind in EXPECTED:
         assert isinstance(found, SessionFailed) and found.trouble is EXPECTED[kind], repr(found)
+        assert WHY.get(kind, "") in str(found)
+
+
+def test_an_answer_without_the_key_of_its_process_is_none() -> None:
+    """Sessions can write into the pipe of the answers, and guess the number of a call."""
+
+    async def run() -> None:
+        pool = SessionPool(setup(step_timeout_s=60.0))
+        try:
+            session = await pool.open(prompt("waits for ever"), seed=0)
+            step = asyncio.ensure_future(session.step(TURN))
+            (process,) = pool._processes
+            async with asyncio.timeout(PATIENCE_S):
+                while not process._calls:
+                    await asyncio.sleep(0.01)
+            (number,) = process._calls
+            assert not process._take(bytearray(json.dumps(["", number, "", "", None]).encode()))
+            assert number in process._calls and not step.done()
+            step.cancel()
+        finally:
+            pool.close()
+
+    asyncio.run(run())
 
 
 def test_a_session_alone_whose_process_ends_between_its_turns_is_the_one_that_ended_it() -> None:

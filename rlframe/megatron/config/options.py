@@ -66,8 +66,8 @@ class KernelConfig:
     bfloat16 without biases on Hopper, if sizes are multiples of 128. Other products remain cuBLAS's."""
     expert_gradients: bool = True
     """Whether the gradients of all experts' weights are one kernel of rlframe's instead of one cuBLAS product each,
-    which wait for launches. It needs `gradient_accumulation_fusion`, experts without biases, and sizes that are
-    multiples of 128."""
+    which wait for launches, on Hopper and newer GPUs. It needs `gradient_accumulation_fusion`, experts without biases,
+    and sizes that are multiples of 128."""
     joint_experts: bool = False
     """Whether all experts of a layer are one operation for autograd, which spares the host what Transformer Engine does
     for each of them. It has not run on a GPU yet. It needs what `expert_gradients` needs, and gradients that are

@@ -36,6 +36,7 @@ from rlframe.megatron.vocab.float32_head import keep_float32
 from rlframe.megatron.vocab.in_place import add_in_place
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
+from rlframe.utils.errors import RlframeError
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
 # Transformer Engine's fused modules have other names for norms and experts; families know only the local spec's names.
@@ -93,13 +94,14 @@ def install_kernels(architecture: Architecture, config: TransformerConfig, train
 
         swiglu_kernels.install()
     if architecture.num_experts and train.kernels.expert_gradients:
-        from rlframe.megatron.model.layers import expert_gradients  # noqa: PLC0415 - needs Triton
+        from rlframe.megatron.model.layers import expert_gradients, joint_experts  # noqa: PLC0415 - needs Triton
 
-        expert_gradients.install()
-    if architecture.num_experts and train.kernels.joint_experts:
-        from rlframe.megatron.model.layers import joint_experts  # noqa: PLC0415 - needs Triton
-
-        joint_experts.install()
+        if expert_gradients.is_available():
+            expert_gradients.install()
+        elif train.kernels.joint_experts:
+            raise RlframeError("train.kernels.joint_experts needs a Hopper GPU or a newer one: remove it")
+        if train.kernels.joint_experts:
+            joint_experts.install()
 
 
 def build(

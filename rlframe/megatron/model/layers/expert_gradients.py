@@ -29,8 +29,15 @@ WARPS, STAGES = 8, 3
 """Two programs share a multiprocessor, so that one multiplies while the other adds its sums."""
 REDUCES = True
 """Whether the memory adds, so that sums need not be read. Triton's interpreter has no such operation."""
+LEAST = (9, 0)
+"""Compute capability of the first GPUs, of Hopper, that copy and add parts of a matrix by themselves."""
 OF_WEIGHTS = "NT"
 """Transformer Engine's name for products of two matrices over their rows."""
+
+
+def is_available() -> bool:
+    """Returns whether this process's GPU has what the kernel is made of."""
+    return torch.cuda.get_device_capability() >= LEAST
 
 
 def install() -> None:

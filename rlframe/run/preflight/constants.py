@@ -66,7 +66,7 @@ LAUNCHES_PER_EXPERT = 1.5
 """Kernels for each expert of a rank, with train.kernels.cutlass_experts: qwen3_30b_a3b_cut_cutlass."""
 LAUNCHES_PER_EXPERT_SINGLY = 6.2
 """The same without it: qwen3_30b_a3b_cut."""
-LAUNCHES_PER_EXPERT_JOINTLY = 1.2
+LAUNCHES_PER_EXPERT_ONE_KERNEL = 1.2
 """The same with train.kernels.expert_gradients, which launches one kernel for all: what the host does with each
 expert's tensors takes as long as so many. 16 us less than without: qwen3_30b_a3b_cut_gradients."""
 REFERENCE_BANDWIDTH = 22e9

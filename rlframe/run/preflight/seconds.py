@@ -258,8 +258,8 @@ class TrainerSeconds:
         """
         kernels = self.memory.train.kernels
         singly = not kernels.cutlass_experts
-        jointly = constants.LAUNCHES_PER_EXPERT_JOINTLY if kernels.expert_gradients else constants.LAUNCHES_PER_EXPERT
-        each = constants.LAUNCHES_PER_EXPERT_SINGLY if singly else jointly
+        one, many = constants.LAUNCHES_PER_EXPERT_ONE_KERNEL, constants.LAUNCHES_PER_EXPERT
+        each = constants.LAUNCHES_PER_EXPERT_SINGLY if singly else one if kernels.expert_gradients else many
         held = self.memory.architecture.num_experts / self.memory.parallel.ep
         return max(0.0, each * held * sparse * constants.LAUNCH_S - once_s * (3 if singly else 1))
 

@@ -128,7 +128,8 @@ def add_gradients(
     *,
     adds: bool = True,
 ) -> None:
-    """Adds to the gradients of experts' weights [O, I] the products of what comes from above and what went in.
+    """Adds to the gradient [O, I] of each expert's weight above^T inputs, over the expert's tokens: what came out was
+    inputs weight^T.
 
     Args:
         inputs: [T, I] tokens by expert.
@@ -176,7 +177,7 @@ def _add(
     of_inputs,
     of_above,
     of_gradients,
-    ends,
+    begins,
     rows,
     columns,
     first,
@@ -189,7 +190,7 @@ def _add(
 ):
     """Computes a block of an expert's gradient. The first expert's is the gradient `first` in memory."""
     tile, expert = tl.program_id(0), tl.program_id(1)
-    begin, end = tl.load(ends + expert), tl.load(ends + expert + 1)
+    begin, end = tl.load(begins + expert), tl.load(begins + expert + 1)
     if ADDS and begin == end:
         return
     across = columns // COLUMNS

@@ -115,7 +115,8 @@ def start_profile(worker: Any) -> None:
 
 
 def stop_profile(worker: Any) -> dict[str, Any]:
-    """Milliseconds and launches by group, of the longest other kernels by name, and of nothing running. In a worker."""
+    """Milliseconds and launches by group, of the longest other kernels by name, and of nothing running, by the kernel
+    that came then. In a worker."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     worker.profiler.stop()
@@ -160,18 +161,20 @@ def by_group(spans: list[tuple[str, float, float]]) -> dict[str, Any]:
         total[group] += (end - start) / 1e3
         launches[group] += 1
         names[f"{group}: {name[:90]}"] += (end - start) / 1e3
-    busy, last = 0.0, -1.0
-    for _, start, end in sorted(spans, key=lambda span: span[1]):
+    busy, last, gaps = 0.0, min((start for _, start, _ in spans), default=0.0), defaultdict(float)
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
         busy += max(0.0, end - max(start, last)) / 1e3
+        gaps[f"{group_of(name)}: {name[:90]}"] += max(0.0, start - last) / 1e3
         last = max(last, end)
     whole = (max(end for *_, end in spans) - min(start for _, start, _ in spans)) / 1e3 if spans else 0.0
-    longest = sorted(names.items(), key=lambda item: -item[1])[:25]
+    longest, waited = (sorted(each.items(), key=lambda item: -item[1])[:25] for each in (names, gaps))
     return {
         "whole_ms": whole,
         "idle_ms": whole - busy,
         "groups_ms": dict(sorted(total.items(), key=lambda item: -item[1])),
         "launches": dict(launches),
         "longest_ms": dict(longest),
+        "waited_ms": dict(waited),
     }
 
 

@@ -57,3 +57,4 @@ def test_kernels_are_grouped_and_gaps_counted() -> None:
     found = train_step_parts.by_group(spans)
     assert (found["whole_ms"], found["idle_ms"]) == (5.0, 1.0)
     assert found["groups_ms"] == {"matrix products": 2.0, "communication": 2.0, "loss": 1.0}
+    assert found["waited_ms"]["loss: _gradient"] == 1.0 == sum(found["waited_ms"].values())

@@ -69,11 +69,13 @@ def takes(inputs: Sequence[Any], above: Sequence[Any], out: Sequence[Any], count
     the one before, at least one token, and gradients that `fits` returns True for."""
     if not isinstance(counts, list) or not len(inputs) == len(above) == len(out) == len(counts):
         return False
+    # Quantised ones have classes of their own, of which some are no tensors.
+    if not all(type(each) is Tensor for each in (*inputs, *above)):
+        return False
     dtype = inputs[0].dtype
     return (
         sum(counts) > 0
-        # Quantised ones have classes of their own.
-        and all(type(each) is Tensor and each.dtype == dtype for each in (*inputs, *above))
+        and all(each.dtype == dtype for each in (*inputs, *above))
         and _follow(inputs)
         and _follow(above)
         and fits(out, dtype)

@@ -94,4 +94,6 @@ def test_other_products_are_left_to_transformer_engine() -> None:
     assert not takes(*parts[:2], [sums[1], sums[0], *sums[2:]], COUNTS), "gradients in no order"
     assert not takes(*(each[:0].split([0] * len(COUNTS)) for each in (inputs, above)), sums, [0] * len(COUNTS))
     assert not takes([each.float() for each in parts[0]], *parts[1:], COUNTS)
+    # Transformer Engine's quantised parts are no tensors and have no `dtype`.
+    assert not takes([object()] * len(COUNTS), *parts[1:], COUNTS)
     assert not takes(inputs[:, :24].split(COUNTS), *parts[1:], COUNTS), "no multiple of a block"

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from rlframe.megatron.checkpoint.pieces import pieces_by_parameter
@@ -42,6 +44,13 @@ def owned(part: Any) -> Iterator[tuple[Tensor, slice, Any]]:
         place = part._get_model_param_range_map(parameter)["param"]
         group, _ = part.model_param_group_index_map[parameter]
         yield parameter, slice(place.start, place.end), part.optimizer.param_groups[group]
+
+
+def counts_in_norm(part: Any, parameter: Tensor) -> bool:
+    """Returns whether this rank's gradient of a parameter is part of the gradient norm: it is no copy of another's."""
+    # Experts have a group of their own from Megatron 0.19 on.
+    groups = {name: getattr(part, name) for name in ("tp_group", "expert_tp_group") if hasattr(part, name)}
+    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, **groups)
 
 
 def tensors_of(part: Any, parameter: Tensor) -> dict[str, Tensor]:

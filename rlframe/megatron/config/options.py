@@ -60,18 +60,19 @@ class KernelConfig:
     """Whether SwiGLU is one kernel: of the operations between the two matrix products only its input is kept."""
     permute_fusion: bool = True
     """Whether sorting tokens by expert is one kernel."""
+    expert_products: bool = True
+    """Whether the products of all experts, and the gradients of their weights, are one kernel of rlframe's each, on
+    Hopper and newer GPUs: for experts without biases in bfloat16 or float16, with sizes that are multiples of 128.
+    Gradients need `gradient_accumulation_fusion` and a buffer in float32. Other products are Transformer Engine's, as
+    are all but the gradients with `communication.overlap_grad_reduce`."""
     cutlass_experts: bool = True
-    """Whether the products of all experts are one CUTLASS kernel instead of one cuBLAS product each: 1.5 to 1.7 times
-    the tokens a second on layers of Qwen3-30B-A3B, which otherwise wait for launches. Transformer Engine has it for
-    bfloat16 without biases on Hopper, if sizes are multiples of 128. Other products remain cuBLAS's."""
-    expert_gradients: bool = True
-    """Whether the gradients of all experts' weights are one kernel of rlframe's instead of one cuBLAS product each,
-    which wait for launches, on Hopper and newer GPUs. It needs `gradient_accumulation_fusion`, experts without biases,
-    and sizes that are multiples of 128."""
-    joint_experts: bool = False
-    """Whether all experts of a layer are one operation for autograd, which spares the host what Transformer Engine does
-    for each of them. It has not run on a GPU yet. It needs what `expert_gradients` needs, and gradients that are
-    summed in float32 after the backward pass."""
+    """Whether Transformer Engine computes the products of all experts by one CUTLASS kernel instead of one cuBLAS
+    product each: 1.5 to 1.7 times the tokens a second on layers of Qwen3-30B-A3B, which otherwise wait for launches. It
+    has it for bfloat16 without biases on Hopper, if sizes are multiples of 128. Other products remain cuBLAS's."""
+    optimizer_fusion: bool = True
+    """Whether AdamW updates all parameters by one kernel of rlframe's, and one computes the gradient norm, from the
+    second step of a process on. It spares the host what Megatron and Transformer Engine do for each parameter. Not for
+    `optimizer.name=muon`, `optimizer.cpu_offload_fraction` and `mtp.mode=train`."""
     gradient_accumulation_fusion: bool = True
     """Whether matrix products of Transformer Engine's layers add to the gradient buffer themselves. The embedding and
     the output layer are Megatron's own and would need APEX for it."""

@@ -21,7 +21,7 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.lora import adapters as lora
 from rlframe.megatron.memory.activations import offload_layer_inputs
 from rlframe.megatron.model.architecture_fields import model_arguments
-from rlframe.megatron.model.layers.dispatch import sort_once
+from rlframe.megatron.model.layers.experts.dispatch import sort_once
 from rlframe.megatron.model.layers.heads import replace_output_layer
 from rlframe.megatron.model.layers.latent import set_latent_epsilon
 from rlframe.megatron.model.layers.parts import divide_logits, scale_embeddings
@@ -36,7 +36,6 @@ from rlframe.megatron.vocab.float32_head import keep_float32
 from rlframe.megatron.vocab.in_place import add_in_place
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
-from rlframe.utils.errors import RlframeError
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
 
 # Transformer Engine's fused modules have other names for norms and experts; families know only the local spec's names.
@@ -93,15 +92,14 @@ def install_kernels(architecture: Architecture, config: TransformerConfig, train
         from rlframe.megatron.model.layers import swiglu_kernels  # noqa: PLC0415 - needs Triton
 
         swiglu_kernels.install()
-    if architecture.num_experts and train.kernels.expert_gradients:
-        from rlframe.megatron.model.layers import expert_gradients, joint_experts  # noqa: PLC0415 - needs Triton
+    if architecture.num_experts and train.kernels.expert_products:
+        from rlframe.megatron.model.layers.experts import gradients, operation  # noqa: PLC0415 - needs Triton
 
-        if expert_gradients.is_available():
-            expert_gradients.install()
-        elif train.kernels.joint_experts:
-            raise RlframeError("train.kernels.joint_experts needs a Hopper GPU or a newer one: remove it")
-        if train.kernels.joint_experts:
-            joint_experts.install()
+        if gradients.is_available():
+            gradients.install()
+            # One operation for all experts adds their gradients to the buffer without a word to Megatron.
+            if train.kernels.gradient_accumulation_fusion and not train.communication.overlap_grad_reduce:
+                operation.install()
 
 
 def build(

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from rlframe.megatron.checkpoint import moments
@@ -100,9 +98,8 @@ class Norms:
         """Yields part of the model, part of the optimizer, parameter, this rank's elements of it and its settings,
         where this rank's elements count."""
         for part in moments.parts(self._optimizer):
-            group = getattr(part, "tp_group", None)
             for parameter, elements, settings in moments.owned(part):
-                if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, group):
+                if moments.counts_in_norm(part, parameter):
                     yield self._parts[parameter], part, parameter, elements, settings
 
     def _over_world(self, own: list[float]) -> list[float]:

@@ -6,6 +6,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
+from rlframe.megatron.adam.step import AdamStep
 from rlframe.megatron.checkpoint import moments
 from rlframe.megatron.config.optimizer import OptimizerConfig, OptimizerName
 from rlframe.megatron.config.schedule import learning_rate
@@ -25,10 +26,25 @@ class Optimizer(ChainedOptimizer):
     """The routers' biases, which a step that is not taken must leave as they were before its gradients."""
     muon: Muon | None = None
     outliers: Outliers | None = None
+    adam: AdamStep | None = None
+    """Takes the steps behind the first. None if Megatron takes all."""
     measured = False
     """Whether the next step measures what it changes; see `Norms`."""
     skipped = False
     """Whether the last step was skipped."""
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Clips gradients and updates. Returns whether it did, the gradient norm before clipping, and None."""
+        if self.adam is None:
+            return super().step()
+        if not self.adam.is_ready:
+            result = super().step()
+            if result[0] and not self.skipped:
+                self.adam.begin()
+            return result
+        self.norm = self.adam.gradient_norm()
+        return self.step_with_ready_grads(), self.norm, None
 
     def get_grad_norm(self) -> float:
         """Returns the gradient norm before clipping, on which `step_with_ready_grads` decides."""
@@ -77,7 +93,19 @@ def build(model: Model, train: TrainConfig) -> Optimizer:
         optimizer.muon = Muon(model, optimizer, config.muon)
     if config.skips:
         optimizer.outliers = Outliers(config)
+    device = next(iter(model.parameters.values())).device
+    if fuses(train, device):
+        optimizer.adam = AdamStep(optimizer.chained_optimizers, device=device, clip_grad=config.clip_grad)
     return optimizer
+
+
+def fuses(train: TrainConfig, device: torch.device) -> bool:
+    """Returns whether one kernel updates all parameters: by AdamW, on a GPU alone, and with one norm for all gradients.
+    Megatron-Core clips a head for multi-token prediction by itself from 0.19 on."""
+    config = train.optimizer
+    on_gpu = device.type == "cuda" and not config.cpu_offload_fraction
+    by_adam = config.name == OptimizerName.ADAMW and not train.mtp.trains
+    return train.kernels.optimizer_fusion and on_gpu and by_adam
 
 
 def step(

@@ -133,7 +133,7 @@ def _dense_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fa
                 got=value,
                 hint="remove it",
             )
-    for key in ("cutlass_experts", "expert_gradients", "joint_experts", "permute_fusion"):
+    for key in ("cutlass_experts", "expert_products", "permute_fusion"):
         value = getattr(train.kernels, key)
         if value != getattr(KernelConfig(), key):
             yield Fault(
@@ -157,19 +157,6 @@ def _moe_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Faul
             got=train.moe.bias_update_rate,
             hint="remove it",
         )
-    # One operation for all experts adds their gradients to a buffer in float32, which may be sent only afterwards.
-    kernels, communication = train.kernels, train.communication
-    wrong = {
-        "kernels.expert_gradients=false": not kernels.expert_gradients,
-        "kernels.gradient_accumulation_fusion=false": not kernels.gradient_accumulation_fusion,
-        "communication.overlap_grad_reduce=true": communication.overlap_grad_reduce,
-        "communication.reduce_in_float32=false": not communication.reduce_in_float32,
-        f"fp8.recipe={train.fp8.recipe.value}": train.fp8.recipe is not Fp8Recipe.OFF,
-    }
-    for other, is_wrong in wrong.items():
-        if kernels.joint_experts and is_wrong:
-            said = f"must be false with train.{other}"
-            yield Fault("train.kernels.joint_experts", said, got=True, hint="remove one of them")
 
 
 def _recompute_faults(train: TrainConfig, parallel: Parallel, architecture: Architecture) -> Iterator[Fault]:

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rlframe.megatron.model.layers.experts.stacked import Stacked, described, on_device, stacked
 
 ROWS, COLUMNS = 128, 128
 """Rows and columns of a gradient that a program computes. Those of experts must be multiples of them."""
@@ -56,46 +57,39 @@ def by_one_kernel(own: Callable[..., Any]) -> Callable[..., Any]:
     def product(A: Any, B: Any, out: Any, *rest: Any, **options: Any) -> Any:  # noqa: N803 - as Transformer Engine has
         counts = options.get("m_splits")
         asked = options.get("layout") == OF_WEIGHTS and options.get("grad") and not options.get("use_bias")
-        if rest or not asked or not takes(A, B, out, counts):
+        gradients = None if rest or not asked else taken(A, B, out, counts)
+        if gradients is None:
             return own(A, B, out, *rest, **options)
-        add_gradients(whole(A), whole(B), out, counts, adds=bool(options.get("accumulate")))
+        add_gradients(whole(A), whole(B), gradients, tuple(counts), adds=bool(options.get("accumulate")))
         return out, [None] * len(out), None
 
     return product
 
 
-def takes(inputs: Sequence[Any], above: Sequence[Any], out: Sequence[Any], counts: Any) -> bool:
-    """Returns whether the kernel computes gradients of weights from these tensors: those of each expert behind those of
-    the one before, at least one token, and gradients that `fits` returns True for."""
-    if not isinstance(counts, list) or not len(inputs) == len(above) == len(out) == len(counts):
-        return False
+def taken(inputs: Sequence[Any], above: Sequence[Any], out: Sequence[Any], counts: Any) -> Stacked | None:
+    """Returns the gradients that the kernel is to compute, if it can from these tensors: those of each expert behind
+    those of the one before, at least one token, and gradients that `fits` returns True for."""
+    if not isinstance(counts, list) or not len(inputs) == len(above) == len(out) == len(counts) or not sum(counts):
+        return None
     # Quantised ones have classes of their own, of which some are no tensors.
     if not all(type(each) is Tensor for each in (*inputs, *above)):
-        return False
+        return None
     dtype = inputs[0].dtype
-    return (
-        sum(counts) > 0
-        and all(each.dtype == dtype for each in (*inputs, *above))
-        and _follow(inputs)
-        and _follow(above)
-        and fits(out, dtype)
-    )
+    if not all(each.dtype == dtype for each in (*inputs, *above)) or not (_follow(inputs) and _follow(above)):
+        return None
+    gradients = stacked(out)
+    return gradients if gradients and fits(gradients, dtype) else None
 
 
-def fits(gradients: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Returns whether the kernel adds to gradients [O, I]: float32, at a `distance` from each other, multiples of its
-    tiles.
+def fits(gradients: Stacked, dtype: torch.dtype) -> bool:
+    """Returns whether the kernel adds to gradients [O, I]: float32, multiples of its tiles.
 
     Args:
         dtype: of the tokens.
     """
-    rows, columns = gradients[0].shape
-    return (
-        dtype in (torch.bfloat16, torch.float16)
-        and not (rows % ROWS or columns % COLUMNS)
-        and all(each.dtype == torch.float32 and each.is_contiguous() for each in gradients)
-        and distance(gradients) is not None
-    )
+    rows, columns = gradients.shape
+    is_float32 = gradients.matrix.dtype == torch.float32
+    return dtype in (torch.bfloat16, torch.float16) and is_float32 and not (rows % ROWS or columns % COLUMNS)
 
 
 def _follow(parts: Sequence[Tensor]) -> bool:
@@ -114,19 +108,11 @@ def whole(parts: Sequence[Tensor]) -> Float[Tensor, "T F"]:
     return first.as_strided((rows, columns), (columns, 1))
 
 
-def distance(gradients: Sequence[Tensor]) -> int | None:
-    """Returns 1 if gradients lie in memory one behind the other, -1 if in the opposite order, as Megatron's buffer has
-    them, and None if otherwise."""
-    size = gradients[0].numel() * gradients[0].element_size()
-    found = {after.data_ptr() - before.data_ptr() for before, after in pairwise(gradients)} or {size}
-    return {size: 1, -size: -1}.get(found.pop()) if len(found) == 1 else None
-
-
 def add_gradients(
     inputs: Float[Tensor, "T I"],
     above: Float[Tensor, "T O"],
-    gradients: Sequence[Float[Tensor, "O I"]],
-    counts: Sequence[int],
+    gradients: Stacked,
+    counts: tuple[int, ...],
     *,
     adds: bool = True,
 ) -> None:
@@ -136,22 +122,20 @@ def add_gradients(
     Args:
         inputs: [T, I] tokens by expert.
         above: [T, O] gradients of what came out of the experts.
-        gradients: at a `distance` from each other.
+        gradients: of each expert [O, I].
         counts: number of tokens of each expert.
         adds: False if the gradients are to be overwritten.
     """
-    (rows, columns), step = gradients[0].shape, distance(gradients)
-    assert step is not None, "`takes` was asked"
-    all_of_them = gradients[0 if step == 1 else -1].as_strided((len(counts) * rows, columns), (columns, 1))
-    _add[(rows // ROWS * (columns // COLUMNS), len(counts))](
-        _described(inputs, TOKENS, COLUMNS),
-        _described(above, TOKENS, ROWS),
-        _described(all_of_them, ROWS, COLUMNS),
-        begins(tuple(counts), inputs.device),
+    rows, columns = gradients.shape
+    _add[(rows // ROWS * (columns // COLUMNS), gradients.count)](
+        described(inputs, TOKENS, COLUMNS),
+        described(above, TOKENS, ROWS),
+        described(gradients.matrix, ROWS, COLUMNS),
+        begins(counts, inputs.device),
         rows,
         columns,
-        0 if step == 1 else len(counts) - 1,
-        step,
+        gradients.first,
+        gradients.step,
         ADDS=adds,
         REDUCES=REDUCES,
         ROWS=ROWS,
@@ -162,16 +146,10 @@ def add_gradients(
     )
 
 
-def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Returns what the GPU's copying of parts [rows, columns] needs to know."""
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
-
-
 @functools.lru_cache(maxsize=4)
 def begins(counts: tuple[int, ...], device: torch.device) -> Int[Tensor, " E+1"]:
     """Returns [E + 1] the first token of each expert, and the number of all. Both products of a layer ask for them."""
-    found = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-    return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
+    return on_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
 
 
 @triton.jit(do_not_specialize=["first", "step"])

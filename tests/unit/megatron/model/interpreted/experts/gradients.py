@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.megatron.model.layers import expert_gradients
-from rlframe.megatron.model.layers.expert_gradients import add_gradients, by_one_kernel, takes
+from rlframe.megatron.model.layers.experts import gradients
+from rlframe.megatron.model.layers.experts.gradients import add_gradients, by_one_kernel, taken
+from rlframe.megatron.model.layers.experts.stacked import stacked
 
 COUNTS = [0, 3, 40, 16, 0, 1, 0]
 """Tokens of each expert: fewer and more than a program reads at once."""
@@ -17,8 +18,8 @@ INPUTS, OUTPUTS = 32, 48
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ROWS", "COLUMNS", "TOKENS"):
-        monkeypatch.setattr(expert_gradients, name, 16)
-    monkeypatch.setattr(expert_gradients, "REDUCES", False)
+        monkeypatch.setattr(gradients, name, 16)
+    monkeypatch.setattr(gradients, "REDUCES", False)
 
 
 def drawn(*, backwards: bool = True) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -35,6 +36,12 @@ def copied(sums: list[Tensor]) -> list[Tensor]:
     return list(torch.stack(sums[::-1]))[::-1]
 
 
+def add(inputs: Tensor, above: Tensor, sums: list[Tensor], *, adds: bool = True) -> None:
+    held = stacked(sums)
+    assert held
+    add_gradients(inputs, above, held, tuple(COUNTS), adds=adds)
+
+
 def expected(inputs: Tensor, above: Tensor, sums: list[Tensor]) -> list[Tensor]:
     """Of each expert above^T inputs, added to what was there."""
     parts = zip(above.float().split(COUNTS), inputs.float().split(COUNTS), sums, strict=True)
@@ -46,7 +53,7 @@ def expected(inputs: Tensor, above: Tensor, sums: list[Tensor]) -> list[Tensor]:
 def test_gradients_are_the_products_of_each_experts_tokens(adds: bool, backwards: bool) -> None:
     inputs, above, found = drawn(backwards=backwards)
     exact = expected(inputs, above, [each.clone() if adds else torch.zeros_like(each) for each in found])
-    add_gradients(inputs, above, found, COUNTS, adds=adds)
+    add(inputs, above, found, adds=adds)
     for mine, right in zip(found, exact, strict=True):
         torch.testing.assert_close(mine, right, atol=1e-4, rtol=1e-5)
 
@@ -57,7 +64,7 @@ def test_numbers_of_the_next_expert_that_are_not_finite_stay_there() -> None:
     for each in (inputs, above):
         each.split(COUNTS)[3].fill_(torch.inf)
     exact = expected(inputs, above, [each.clone() for each in found])
-    add_gradients(inputs, above, found, COUNTS)
+    add(inputs, above, found)
     assert not found[3].isfinite().any()
     torch.testing.assert_close(found[2], exact[2], atol=1e-4, rtol=1e-5)
 
@@ -89,11 +96,11 @@ def test_other_products_are_left_to_transformer_engine() -> None:
     for options in ({"layout": "NN"}, {"use_bias": True}, {"m_splits": torch.tensor(COUNTS)}):
         assert call(*parts, **options) == ("own", ["own"])
     apart = [each.clone() for each in parts[0]]
-    assert takes(*parts, COUNTS) and not takes(apart, *parts[1:], COUNTS)
-    assert not takes(*parts[:2], [each.half() for each in sums], COUNTS)
-    assert not takes(*parts[:2], [sums[1], sums[0], *sums[2:]], COUNTS), "gradients in no order"
-    assert not takes(*(each[:0].split([0] * len(COUNTS)) for each in (inputs, above)), sums, [0] * len(COUNTS))
-    assert not takes([each.float() for each in parts[0]], *parts[1:], COUNTS)
+    assert taken(*parts, COUNTS) and not taken(apart, *parts[1:], COUNTS)
+    assert not taken(*parts[:2], [each.half() for each in sums], COUNTS)
+    assert not taken(*parts[:2], [sums[1], sums[0], *sums[2:]], COUNTS), "gradients in no order"
+    assert not taken(*(each[:0].split([0] * len(COUNTS)) for each in (inputs, above)), sums, [0] * len(COUNTS))
+    assert not taken([each.float() for each in parts[0]], *parts[1:], COUNTS)
     # Transformer Engine's quantised parts are no tensors and have no `dtype`.
-    assert not takes([object()] * len(COUNTS), *parts[1:], COUNTS)
-    assert not takes(inputs[:, :24].split(COUNTS), *parts[1:], COUNTS), "no multiple of a block"
+    assert not taken([object()] * len(COUNTS), *parts[1:], COUNTS)
+    assert not taken(inputs[:, :24].split(COUNTS), *parts[1:], COUNTS), "no multiple of a block"

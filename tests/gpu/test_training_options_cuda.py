@@ -115,14 +115,18 @@ SAME = {
     "recomputed": {"recompute": "full", "recompute_options": {"method": "block", "layers": 1}},
     "precision_aware": {"optimizer": {"lr": 1e-3, "precision_aware": True}},
     "cpu_optimizer": {"optimizer": {"lr": 1e-3, "cpu_offload_fraction": 0.5}},
+    "apart": {"kernels": {"optimizer_fusion": False}},
+    "apart_precision_aware": {
+        "kernels": {"optimizer_fusion": False},
+        "optimizer": {"lr": 1e-3, "precision_aware": True, "moment_dtype": "bfloat16"},
+    },
     "bfloat16_moments": {"optimizer": {"lr": 1e-3, "precision_aware": True, "moment_dtype": "bfloat16"}},
     "bfloat16_gradients": {"communication": {"reduce_in_float32": False}},
 }
 SAME_OF_EXPERTS = {
     "unfused_experts": {"kernels": UNFUSED | {"permute_fusion": False}},
     "cublas": {"kernels": {"cutlass_experts": False}},
-    "gradients_by_cublas": {"kernels": {"expert_gradients": False}},
-    "joint_experts": {"kernels": {"joint_experts": True}},
+    "transformer_engines": {"kernels": {"expert_products": False}},
 }
 
 
@@ -131,13 +135,36 @@ def test_losses_do_not_depend_on_how_a_step_is_computed(folders: dict[str, pathl
     cases = SAME | (SAME_OF_EXPERTS if name == "qwen3_moe" else {})
     plain, *others = run(*[(folders[name], train) for train in ({}, *cases.values())])
     for case, other in zip(cases, others, strict=True):
-        for here, there in zip(plain["metrics"], other["metrics"], strict=True):
-            # bfloat16 activations round differently, by about 1 in 256 a product; a lost gradient is off by all of it.
-            assert there["train/grad_norm"] == pytest.approx(here["train/grad_norm"], rel=0.03), case
+        norms, others_norms = ([step["train/grad_norm"] for step in each["metrics"]] for each in (plain, other))
+        # bfloat16 activations round differently, by about 1 in 256 a product; a lost gradient is off by all of it. Once
+        # weights differ, tokens near a tie go to other experts.
+        near = 0.03 if name == "qwen3" else 0.15
+        assert others_norms[0] == pytest.approx(norms[0], rel=0.03), (case, norms, others_norms)
+        assert others_norms == pytest.approx(norms, rel=near), (case, norms, others_norms)
         for key, weights in plain["weights"].items():
             # Adam moves a weight by about lr a step whatever its gradient; signs near zero may differ, most do not.
             moved = (other["weights"][key] - weights).abs().mean()
             assert moved < 0.5e-3 * STEPS, f"{case}, {key}: {moved}"
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [{}, {"precision_aware": True}, {"precision_aware": True, "moment_dtype": "bfloat16"}, {"clip_grad": 0.1}],
+    ids=str,
+)
+def test_one_kernel_takes_the_steps_of_transformer_engines(
+    folders: dict[str, pathlib.Path], optimizer: dict[str, Any]
+) -> None:
+    """Gradients of a step have the same bits in deterministic mode, as long as weights do."""
+    train = {"deterministic": True, "optimizer": {"lr": 1e-3, "weight_decay": 0.1} | optimizer}
+    one, many = run(*[(folders["qwen3"], train | {"kernels": {"optimizer_fusion": each}}) for each in (True, False)])
+    for here, there in zip(one["metrics"], many["metrics"], strict=True):
+        assert here["train/grad_norm"] == pytest.approx(there["train/grad_norm"], rel=1e-3)
+    for key, weights in many["weights"].items():
+        # Weights are bfloat16: most are the same, and the others a unit in the last place beside it.
+        differs = (one["weights"][key] != weights).float().mean()
+        assert differs < 0.02, f"{key}: {differs}"
+        torch.testing.assert_close(one["weights"][key], weights, rtol=2**-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])

@@ -66,7 +66,11 @@ def update(
     firsts = tl.load(row + 3).to(tl.pointer_type(MOMENTS)) + begin
     seconds = tl.load(row + 4).to(tl.pointer_type(MOMENTS)) + begin
     if ALIGNED:
-        gradients, weights, mains = tl.multiple_of(gradients, 16), tl.multiple_of(weights, 16), tl.multiple_of(mains, 16)
+        gradients, weights, mains = (
+            tl.multiple_of(gradients, 16),
+            tl.multiple_of(weights, 16),
+            tl.multiple_of(mains, 16),
+        )
         firsts, seconds = tl.multiple_of(firsts, 16), tl.multiple_of(seconds, 16)
     left = tl.load(row + 5) - begin
     for block in range(BLOCKS):

@@ -71,23 +71,22 @@ class Table:
         self._table = torch.empty(0)
         self._options: dict[str, Any] = {}
 
-    def current(self) -> Tensor:
-        """Returns the table on the device. It is written anew only after memory has moved."""
-        addresses = [shard.addresses() for shard in self.shards]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            counts = [shard.counts for shard in self.shards]
-            table = np.column_stack([np.array(addresses), self.sizes, counts]).astype(np.int64)
-            self._table = torch.from_numpy(table).to(self.device)
-            kernels = self._kernels
-            self._options = {
-                "GRADIENTS": kernels.FORMATS[self.kind.gradients],
-                "ALIGNED": not (table[:, :5] % ALIGNMENT).any(),
-                "COLUMNS": kernels.COLUMNS,
-                "BLOCK": kernels.BLOCK,
-                "BLOCKS": kernels.BLOCKS,
-            }
-        return self._table
+    def look(self) -> None:
+        """Writes the addresses of the tensors anew if memory has moved. Must come before `squares` and `update`."""
+        addresses, kernels = [shard.addresses() for shard in self.shards], self._kernels
+        if addresses == self._addresses:
+            return
+        self._addresses = addresses
+        counts = [shard.counts for shard in self.shards]
+        table = np.column_stack([np.array(addresses), self.sizes, counts]).astype(np.int64)
+        self._table = torch.from_numpy(table).to(self.device)
+        self._options = {
+            "GRADIENTS": kernels.FORMATS[self.kind.gradients],
+            "ALIGNED": not (table[:, :5] % ALIGNMENT).any(),
+            "COLUMNS": kernels.COLUMNS,
+            "BLOCK": kernels.BLOCK,
+            "BLOCKS": kernels.BLOCKS,
+        }
 
     def update(self, group: dict[str, Any], scale: float) -> None:
         """Takes a step.
@@ -96,20 +95,19 @@ class Table:
             group: the optimizer's settings, whose `step` counts this one.
             scale: by which gradients are clipped.
         """
-        kernels, table, (beta1, beta2) = self._kernels, self.current(), group["betas"]
+        kernels, (beta1, beta2) = self._kernels, group["betas"]
         corrections = [1 - beta ** group["step"] for beta in (beta1, beta2)]
         numbers = map(float, (group["lr"], beta1, beta2, group["eps"], group["weight_decay"], *corrections, scale))
         kernels.update[(len(self.chunks),)](
-            table, self.chunks, *numbers,
+            self._table, self.chunks, *numbers,
             WEIGHTS=kernels.FORMATS[self.kind.weights], MOMENTS=kernels.FORMATS[self.kind.moments],
             REMAINDERS=self.kind.remainders, **self._options,
         )  # fmt: skip
 
     def squares(self) -> Tensor:
         """Returns the sum of the squares of the gradients that count, in float64."""
-        table = self.current()
         sums = torch.empty(len(self.chunks), device=self.device)
-        self._kernels.squares[(len(self.chunks),)](table, self.chunks, sums, **self._options)
+        self._kernels.squares[(len(self.chunks),)](self._table, self.chunks, sums, **self._options)
         return sums.sum(dtype=torch.float64)
 
 
@@ -167,12 +165,14 @@ class AdamStep:
             table.update(groups[table.kind.group], self._scale)
 
     def _look(self) -> None:
-        """Makes tables of the parts' tensors, unless the tensors are those of the step before."""
+        """Makes tables of the parts' tensors, unless the tensors are those of the step before, wherever these are."""
         states = [None if part.is_stub_optimizer else part.optimizer.state for part in self.parts]
-        if len(states) == len(self._states) and all(a is b for a, b in zip(states, self._states, strict=True)):
-            return
-        self._states = states
-        self._tables = [[] if part.is_stub_optimizer else tables_of(part) for part in self.parts]
+        if len(states) != len(self._states) or any(a is not b for a, b in zip(states, self._states, strict=True)):
+            self._states = states
+            self._tables = [[] if part.is_stub_optimizer else tables_of(part) for part in self.parts]
+        for tables in self._tables:
+            for table in tables:
+                table.look()
 
 
 def tables_of(part: Any) -> list[Table]:

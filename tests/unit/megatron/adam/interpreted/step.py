@@ -1,8 +1,6 @@
 """AdamW's kernels by Triton's interpreter; run by tests/multiprocess/test_interpreted.py."""
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +53,9 @@ def made(kind: Kind, *, first: int = 0) -> tuple[Table, list[Tensor]]:
         if kind.remainders:
             weight, main = split(main)
         shards.append(Shard(gradient, main if kind.weights == F32 else weight, state, main, index != 3))
-    return Table(kind, shards), mains
+    table = Table(kind, shards)
+    table.look()
+    return table, mains
 
 
 def by_hand(shard: Shard, main: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +97,9 @@ def test_a_step_by_hand() -> None:
     # t = 1 and no moments: m = 0.1 g, v = 0.05 g^2, and both corrections undo the factors, so that w moves by lr.
     shard = Shard(torch.tensor([4.0]), torch.tensor([2.0]), {}, torch.tensor([2.0]), True)
     shard.state.update(exp_avg=torch.zeros(1), exp_avg_sq=torch.zeros(1))
-    Table(KINDS[0], [shard]).update(GROUP | {"step": 1}, 0.25)
+    table = Table(KINDS[0], [shard])
+    table.look()
+    table.update(GROUP | {"step": 1}, 0.25)
     # The gradient is 1 after clipping: 2 - 0.01 (1 + 0.1 * 2).
     assert shard.main.item() == pytest.approx(1.988, abs=1e-6)
     assert shard.state["exp_avg"].item() == pytest.approx(0.1, abs=1e-7)
@@ -134,6 +136,7 @@ def test_tensors_that_moved_are_found() -> None:
     for shard in table.shards:
         # As a sleep leaves them: the same tensor over other memory.
         shard.main.set_(shard.main.clone())
+    table.look()
     again, _ = made(KINDS[0])
     again.update(GROUP, 1.0)
     for one in (table, again):

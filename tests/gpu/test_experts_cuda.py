@@ -1,5 +1,5 @@
-"""The one CUTLASS kernel for all experts' products (`train.kernels.cutlass_experts`), and rlframe's for the gradients
-of their weights (`train.kernels.expert_gradients`), against float64, on one GPU."""
+"""rlframe's kernels for all experts' products and the gradients of their weights (`train.kernels.expert_products`), and
+the one CUTLASS kernel for products (`train.kernels.cutlass_experts`), against float64, on one GPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe.megatron.model.layers.expert_gradients import by_one_kernel
-from rlframe.megatron.model.layers.joint_experts import by_one_operation
+from rlframe.megatron.model.layers.experts.gradients import by_one_kernel
+from rlframe.megatron.model.layers.experts.operation import by_one_operation
 
 pytestmark = pytest.mark.gpu
 TOKENS = [0, 3, 128, 77, 0, 300, 1, 515]
 """Of each expert; some get none."""
 ROWS, INNER, COLUMNS = sum(TOKENS), 256, 384
-GROUPED, OF_WEIGHTS = "GroupProblemShape", "_add"
-"""In the names of the kernels, the second of which is the whole name."""
+CUTLASS, PRODUCT, OF_WEIGHTS = "GroupProblemShape", "_multiply", "_add"
+"""Names of the kernels, the first of which is part of it."""
 
 
 def inputs() -> tuple[list[Tensor], Tensor, Tensor]:
@@ -29,11 +29,11 @@ def inputs() -> tuple[list[Tensor], Tensor, Tensor]:
     return [matrix(COLUMNS, INNER) for _ in TOKENS], matrix(ROWS, INNER), matrix(ROWS, COLUMNS)
 
 
-def transformer_engines(*, jointly: bool) -> tuple[dict[str, Tensor], tuple[int, int]]:
-    """Output and gradients of Transformer Engine's layer, and how many kernels of either name there were.
+def layers(*, jointly: bool) -> tuple[dict[str, Tensor], tuple[int, int, int]]:
+    """Output and gradients of Transformer Engine's layer, and how many kernels of each name there were.
 
     Args:
-        jointly: whether all experts are one operation (`train.kernels.joint_experts`).
+        jointly: whether all experts are one operation.
     """
     import transformer_engine.pytorch as te
 
@@ -43,11 +43,10 @@ def transformer_engines(*, jointly: bool) -> tuple[dict[str, Tensor], tuple[int,
         fuse_wgrad_accumulation=True,
     )  # fmt: skip
     # As in Megatron's gradient buffer, which holds the sum over micro-batches, and begins with the last parameter.
-    sums = torch.ones(len(TOKENS), COLUMNS, INNER, device="cuda")
-    for index, weight in enumerate(weights):
+    sums, every = torch.ones(len(TOKENS), COLUMNS, INNER, device="cuda"), torch.stack(weights[::-1])
+    for index in range(len(weights)):
         parameter = getattr(layer, f"weight{index}")
-        parameter.data.copy_(weight)
-        parameter.main_grad = sums[-1 - index]
+        parameter.data, parameter.main_grad = every[-1 - index], sums[-1 - index]
     tokens.requires_grad_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         if jointly:
@@ -61,7 +60,7 @@ def transformer_engines(*, jointly: bool) -> tuple[dict[str, Tensor], tuple[int,
         torch.cuda.synchronize()
     assert tokens.grad is not None
     names = [event.name for event in profiler.events() or ()]
-    kernels = sum(GROUPED in name for name in names), names.count(OF_WEIGHTS)
+    kernels = sum(CUTLASS in name for name in names), names.count(PRODUCT), names.count(OF_WEIGHTS)
     weight_gradients = {f"weight{index}": getattr(layer, f"weight{index}").main_grad for index in range(len(TOKENS))}
     return {"output": output.detach(), "tokens": tokens.grad} | weight_gradients, kernels
 
@@ -94,9 +93,9 @@ def test_all_experts_products_are_those_of_float64(cutlass: bool, own: str, monk
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", str(int(cutlass)))
     if own == "gradients":
         monkeypatch.setattr(grouped_linear, "general_grouped_gemm", by_one_kernel(grouped_linear.general_grouped_gemm))
-    found, kernels = transformer_engines(jointly=own == "joint")
-    # CUTLASS's are forward and for the tokens' gradient. The weights' gradients have inner sizes of their own.
-    assert kernels == (2 if cutlass else 0, int(own != "cublas"))
+    found, kernels = layers(jointly=own == "joint")
+    # Products are forward and for the tokens' gradient. The weights' gradients have inner sizes of their own.
+    assert kernels == (0, 2, 1) if own == "joint" else (2 if cutlass else 0, 0, int(own != "cublas"))
     for name, (exact, scale) in by_hand().items():
         value = found[name].double()
         # Sums in float32, in whatever order: each of at most 515 additions rounds, or cuts off, by 2^-22 of the sum of

@@ -1,0 +1,100 @@
+"""Steps of Megatron's distributed optimizers by rlframe's kernels, through Triton's interpreter, beside torch's AdamW."""
+
+import copy
+import importlib.util
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from rlframe.cluster.config import Device
+from rlframe.megatron.config.optimizer import OptimizerConfig
+from rlframe.megatron.config.train import Dtype, TrainConfig
+from rlframe.megatron.messages.microbatch import split
+from rlframe.megatron.messages.setup import TrainerSetup
+from rlframe.models.config import ModelConfig
+from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.megatron.test_layouts import Weighted, sequences, weights_of
+from tests.tiny_models import make
+
+LR, CLIP = 0.01, 0.05
+
+
+def trained(rank: int, init_method: str, folder: str, parallel: str, dtype: Dtype, by_kernels: bool) -> dict[str, Any]:
+    """Gradient norms of each step, weights, and how many steps the kernels took."""
+    from rlframe.megatron.cpu import platform
+
+    where = platform.resolve(Device.CPU)
+    platform.install(where)
+    from rlframe.megatron.adam.step import AdamStep
+    from rlframe.megatron.checkpoint.moments import parts
+    from rlframe.megatron.worker.trainer import Trainer
+
+    settings = OptimizerConfig(lr=LR, weight_decay=0.1, clip_grad=CLIP)
+    trainer = Trainer(
+        TrainerSetup(
+            rank=rank, init_method=init_method, device=where, model=ModelConfig(path=folder), seed=0,
+            train=TrainConfig(dtype=dtype, parallel=parallel, optimizer=settings), temperature=1.0,
+            total_optimizer_steps=4, timeout_s=120, with_reference=False,
+        )
+    )  # fmt: skip
+    taken: list[float] = []
+    if by_kernels:
+        trainer.optimizer.adam = counted(AdamStep, trainer.optimizer.chained_optimizers, where, taken)
+    batch = sequences()
+    ranks = 2 if "d2" in parallel else 1
+    shares, _ = split(batch, weights_of(batch), num_ranks=ranks, max_tokens=200, share_prompts=False)
+    microbatches = shares[rank if ranks == 2 else 0].microbatches()
+    results = trainer.train([microbatches] * 2, Weighted(), first_step=0)
+    for part in parts(trainer.optimizer):
+        # As when a checkpoint is read: every tensor is another.
+        part.optimizer.load_state_dict(copy.deepcopy(part.optimizer.state_dict()))
+    results += trainer.train([microbatches] * 2, Weighted(), first_step=2)
+    return {
+        "norms": [step.metrics["train/grad_norm"].value for step in results],
+        "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
+        "taken": taken,
+    }
+
+
+def counted(adam_step: Any, optimizers: list[Any], device: torch.device, taken: list[float]) -> Any:
+    """The kernels' steps, which put each gradient norm into `taken`."""
+    adam = adam_step(optimizers, device=device, clip_grad=CLIP)
+    begin, gradient_norm = adam.begin, adam.gradient_norm
+
+    def begun() -> None:
+        for part in adam.parts:
+            for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
+                # Transformer Engine counts steps here, and torch with each parameter.
+                group["step"] = 1
+        begin()
+
+    def norm() -> float:
+        taken.append(gradient_norm())
+        return taken[-1]
+
+    adam.begin, adam.gradient_norm = begun, norm
+    return adam
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("parallel", ["d1t2|ffn:d1t2", "d2e2", "d2", "d1p2"])
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+def test_steps_by_kernels_are_those_of_adamw(
+    parallel: str, dtype: Dtype, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("qwen3_moe", tmp_path)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    plain, other = (
+        run_distributed(trained, 2, str(tmp_path), parallel, dtype, by_kernels) for by_kernels in (False, True)
+    )
+    for here, there in zip(plain, other, strict=True):
+        assert here["taken"] == [] and there["taken"] == there["norms"][1:]
+        near = 1e-5 if dtype is Dtype.FLOAT32 else 0.02
+        assert there["norms"] == pytest.approx(here["norms"], rel=near)
+        for name, pieces in here["weights"].items():
+            for (_, one), (_, another) in zip(pieces, there["weights"][name], strict=True):
+                # Triton's interpreter cuts weights off to bfloat16, where others round.
+                near = 2e-6 if dtype is Dtype.FLOAT32 else 0.2 * LR + 2**-8 * one.abs().mean()
+                assert (one - another).abs().mean() < near, name

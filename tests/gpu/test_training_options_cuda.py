@@ -46,7 +46,8 @@ def steps() -> list[list[Microbatch]]:
 
 
 def on_gpu(rank: int, init_method: str, folder: str, train: dict[str, Any]) -> dict[str, Any]:
-    """Metrics of each step, the weights after the last, and what a sleep said. `float32_logits` is of the model."""
+    """Metrics of each step, the weights after the second and the last, and what a sleep said. `float32_logits` is of the
+    model."""
     from rlframe.megatron.cpu import platform
     from rlframe.megatron.worker import environment
 
@@ -66,6 +67,7 @@ def on_gpu(rank: int, init_method: str, folder: str, train: dict[str, Any]) -> d
     )  # fmt: skip
     all_steps = steps()
     results = trainer.train(all_steps[:2], Weighted(), first_step=0)
+    early = weights_of(trainer)
     slept: dict[str, Any] = {}
     if config.sleeps:
         from transformer_engine.pytorch.module import base
@@ -79,11 +81,15 @@ def on_gpu(rank: int, init_method: str, folder: str, train: dict[str, Any]) -> d
     results += trainer.train(all_steps[2:], Weighted(), first_step=2)
     return {
         "metrics": [{key: metric.value for key, metric in step.metrics.items()} for step in results],
-        "weights": {
-            name: parts[0][1] for name, parts in trainer.export(list(trainer.layout.tensors), torch.float32).items()
-        },
+        "early_weights": early,
+        "weights": weights_of(trainer),
         "slept": slept,
     }
+
+
+def weights_of(trainer: Any) -> dict[str, Tensor]:
+    """Weights by the names of the checkpoint."""
+    return {name: parts[0][1] for name, parts in trainer.export(list(trainer.layout.tensors), torch.float32).items()}
 
 
 @pytest.fixture(scope="module")
@@ -155,16 +161,16 @@ def test_losses_do_not_depend_on_how_a_step_is_computed(folders: dict[str, pathl
 def test_one_kernel_takes_the_steps_of_transformer_engines(
     folders: dict[str, pathlib.Path], optimizer: dict[str, Any]
 ) -> None:
-    """Gradients of a step have the same bits in deterministic mode, as long as weights do."""
     train = {"deterministic": True, "optimizer": {"lr": 1e-3, "weight_decay": 0.1} | optimizer}
     one, many = run(*[(folders["qwen3"], train | {"kernels": {"optimizer_fusion": each}}) for each in (True, False)])
-    for here, there in zip(one["metrics"], many["metrics"], strict=True):
-        assert here["train/grad_norm"] == pytest.approx(there["train/grad_norm"], rel=1e-3)
-    for key, weights in many["weights"].items():
-        # Weights are bfloat16: most are the same, and the others a unit in the last place beside it.
-        differs = (one["weights"][key] != weights).float().mean()
-        assert differs < 0.02, f"{key}: {differs}"
-        torch.testing.assert_close(one["weights"][key], weights, rtol=2**-6, atol=1e-4)
+    # Transformer Engine takes the first step of both, so that the gradients of the first two have the same bits.
+    norms, others = ([step["train/grad_norm"] for step in each["metrics"]] for each in (one, many))
+    assert norms[:2] == pytest.approx(others[:2], rel=1e-5) and norms == pytest.approx(others, rel=1e-2)
+    for key, weights in many["early_weights"].items():
+        found = one["early_weights"][key]
+        # Float32 main weights differ by a unit or two in the last place, of which bfloat16 shows one in thousands.
+        assert (found != weights).float().mean() < 2e-3, key
+        torch.testing.assert_close(found, weights, rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])

@@ -1,4 +1,4 @@
-"""Steps of Megatron's distributed optimizers by rlframe's kernels, through Triton's interpreter, beside torch's AdamW."""
+"""Steps of Megatron's distributed optimizers by rlframe's kernels, in Triton's interpreter, beside torch's AdamW."""
 
 import copy
 import importlib.util

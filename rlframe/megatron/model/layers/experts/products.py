@@ -20,13 +20,13 @@ from torch import Tensor
 
 from rlframe.megatron.model.layers.experts.stacked import Stacked, described, on_device
 
-ROWS = 128
-"""Tokens of one expert that a program computes."""
-COLUMNS = (256, 128)
-"""Columns that it computes: the first of these of which the columns of the product are a multiple."""
+ROWS, COLUMNS = 128, 128
+"""Tokens of one expert, and columns of the product, that a program computes. All columns must be a multiple."""
 INNER = 64
 """Terms of the sums that it reads at once. The inner size must be a multiple."""
 WARPS, STAGES = 8, 3
+"""Two programs share a multiprocessor. With 256 columns and four stages they are up to 12 % faster where experts have
+equal shares of the tokens, and slower where shares are uneven."""
 
 
 def multiply(
@@ -43,12 +43,11 @@ def multiply(
     out = rows.new_empty(len(rows), columns)
     if not len(rows):
         return out
-    across = across_of(columns)
     tiles = tiles_of(counts, ROWS, rows.device)
-    _multiply[(len(tiles) * (columns // across),)](
+    _multiply[(len(tiles) * (columns // COLUMNS),)](
         described(rows, ROWS, INNER),
-        described(weights.matrix, *((across, INNER) if transposed else (INNER, across))),
-        described(out, ROWS, across),
+        described(weights.matrix, *((COLUMNS, INNER) if transposed else (INNER, COLUMNS))),
+        described(out, ROWS, COLUMNS),
         out,
         tiles,
         columns,
@@ -57,7 +56,7 @@ def multiply(
         weights.step,
         TRANSPOSED=transposed,
         ROWS=ROWS,
-        COLUMNS=across,
+        COLUMNS=COLUMNS,
         INNER=INNER,
         num_warps=WARPS,
         num_stages=STAGES,
@@ -67,13 +66,8 @@ def multiply(
 
 def multiplies(weights: Stacked) -> bool:
     """Returns whether the kernel takes weights: of 16 bits, and sizes that are multiples of its tiles."""
-    is_even = not any(size % COLUMNS[-1] or size % INNER for size in weights.shape)
+    is_even = not any(size % COLUMNS or size % INNER for size in weights.shape)
     return is_even and weights.matrix.dtype in (torch.bfloat16, torch.float16)
-
-
-def across_of(columns: int) -> int:
-    """Returns the columns of a program for a product of so many."""
-    return next(each for each in COLUMNS if columns % each == 0)
 
 
 @functools.lru_cache(maxsize=8)

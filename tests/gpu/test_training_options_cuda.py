@@ -46,8 +46,7 @@ def steps() -> list[list[Microbatch]]:
 
 
 def on_gpu(rank: int, init_method: str, folder: str, train: dict[str, Any]) -> dict[str, Any]:
-    """Metrics of each step, the weights after the second and the last, and what a sleep said. `float32_logits` is of the
-    model."""
+    """Metrics of each step, weights after the second and the last, what a sleep said. `float32_logits` is a model's."""
     from rlframe.megatron.cpu import platform
     from rlframe.megatron.worker import environment
 

@@ -13,6 +13,8 @@ FILES = {
     "triton": (
         "weight_sync/interpreted/kernels.py",
         "models/interpreted/fp8.py",
+        "megatron/adam/interpreted/step.py",
+        "megatron/vocab/interpreted/divergence.py",
         "megatron/vocab/interpreted/vocab.py",
         "megatron/model/interpreted/experts/gradients.py",
         "megatron/model/interpreted/experts/operation.py",

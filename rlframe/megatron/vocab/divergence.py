@@ -12,10 +12,11 @@ Derivative with respect to the student's x_j = logits_j / temperature, with K = 
   M(v) / M(v) = 1, and through the softmax d D / d x_j = (1 - beta) P_S(j) (log(P_S(j) / M(j)) - K).
   beta 1: P_S(j) (log(P_S(j) / P_T(j)) - D).   beta 0: P_S(j) - P_T(j).
 
-Plain torch operations on chunks of rows, on CUDA too; only the normalizers use the kernels of `vocab_kernels`.
+Plain torch operations on chunks of rows; on a GPU the kernels of `vocab_kernels` and `divergence_kernels`.
 """
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -73,14 +74,11 @@ class VocabParallelDivergence(torch.autograd.Function):
         start = group.rank() * student.shape[1]
         valid = max(0, min(student.shape[1], vocab_size - start))
         normalizers = log_normalizers([student, teacher], temperature, start=start, valid=valid, group=group)
-        sums = torch.zeros(2, student.shape[0], dtype=torch.float32, device=student.device)
-        for rows in vocab_parallel.chunks(student.shape[0], valid) if valid else ():
-            ours, theirs = logprobs(student, teacher, normalizers, rows, valid, temperature)
-            sums[:, rows] = sums_of(ours, theirs, beta)
-        vocab_parallel.reduce(sums, dist.ReduceOp.SUM, group)
-        ctx.save_for_backward(student, teacher, normalizers, sums[1])
+        found = implementation(student).sums(student, teacher, normalizers, beta, temperature, valid)
+        vocab_parallel.reduce(found, dist.ReduceOp.SUM, group)
+        ctx.save_for_backward(student, teacher, normalizers, found[1])
         ctx.beta, ctx.temperature, ctx.valid, ctx.reuse_teacher = beta, temperature, valid, reuse_teacher
-        return sums[0]
+        return found[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -88,12 +86,62 @@ class VocabParallelDivergence(torch.autograd.Function):
         student, teacher, normalizers, student_kl = ctx.saved_tensors
         reuse = ctx.reuse_teacher and teacher.dtype == student.dtype
         out = teacher.detach() if reuse else torch.empty_like(student)
-        out[:, ctx.valid :] = 0
-        for rows in vocab_parallel.chunks(student.shape[0], ctx.valid) if ctx.valid else ():
-            ours, theirs = logprobs(student, teacher, normalizers, rows, ctx.valid, ctx.temperature)
-            slope = slopes(ours, theirs, student_kl[rows, None], ctx.beta)
-            out[rows, : ctx.valid] = (slope * (grad[rows, None] / ctx.temperature)).to(out.dtype)
+        implementation(student).gradient(
+            student, teacher, normalizers, student_kl, grad, out, ctx.beta, ctx.temperature, ctx.valid
+        )
+        # A kernel writes unseen by torch, so operations that saved the logits must be told by the version counter.
+        torch.autograd.graph.increment_version(out)
         return out, None, None, None, None, None, None
+
+
+def implementation(logits: Tensor) -> Any:
+    """Returns the module whose `sums` and `gradient` run on the device of the logits."""
+    if not logits.is_cuda:
+        return sys.modules[__name__]
+    from rlframe.megatron.vocab import divergence_kernels  # noqa: PLC0415 - Triton is installed with CUDA's torch only
+
+    return divergence_kernels
+
+
+def sums(
+    student: Tensor, teacher: Tensor, normalizers: Float[Tensor, "2 T"], beta: float, temperature: float, valid: int
+) -> Float[Tensor, "2 T"]:
+    """Returns for each token this rank's part of D, and of KL(P_S || M), which the gradient needs.
+
+    Args:
+        normalizers: [2, T] log sum exp over the whole vocabulary, of student and teacher.
+        valid: columns of this rank that are not padding.
+    """
+    found = torch.zeros(2, student.shape[0], dtype=torch.float32, device=student.device)
+    for rows in vocab_parallel.chunks(student.shape[0], valid) if valid else ():
+        ours, theirs = logprobs(student, teacher, normalizers, rows, valid, temperature)
+        found[:, rows] = sums_of(ours, theirs, beta)
+    return found
+
+
+def gradient(
+    student: Tensor,
+    teacher: Tensor,
+    normalizers: Float[Tensor, "2 T"],
+    student_kl: Float[Tensor, " T"],
+    grad: Float[Tensor, " T"],
+    out: Tensor,
+    beta: float,
+    temperature: float,
+    valid: int,
+) -> None:
+    """Writes the gradient of the student's logits into `out`, which may be the teacher's; zero in columns from `valid`
+    on.
+
+    Args:
+        student_kl: [T] KL(P_S || M) over the whole vocabulary.
+        grad: [T] gradient of each token's divergence.
+    """
+    out[:, valid:] = 0
+    for rows in vocab_parallel.chunks(student.shape[0], valid) if valid else ():
+        ours, theirs = logprobs(student, teacher, normalizers, rows, valid, temperature)
+        slope = slopes(ours, theirs, student_kl[rows, None], beta)
+        out[rows, :valid] = (slope * (grad[rows, None] / temperature)).to(out.dtype)
 
 
 def log_normalizers(

@@ -115,7 +115,7 @@ class VocabParallelTop(torch.autograd.Function):
         # Of the k tokens LOWEST if another rank has them.
         peaks = torch.full((len(ids), ids.shape[1] + 1), LOWEST, dtype=torch.float32, device=logits.device)
         total = torch.zeros(len(ids), dtype=torch.float32, device=logits.device)
-        for rows in vocab_parallel.chunks(*logits.shape) if valid else ():
+        for rows in vocab_parallel.chunks(*logits.shape, on_gpu=logits.is_cuda) if valid else ():
             scaled, columns = scratch(logits[rows], ids[rows], temperature, start, valid)
             peaks[rows, :-1] = scaled.gather(1, columns)
             others = scaled.scatter_(1, columns, LOWEST)
@@ -137,7 +137,7 @@ class VocabParallelTop(torch.autograd.Function):
         logits, ids, rest, normalizer = ctx.saved_tensors
         out = torch.zeros_like(logits)
         every = grad.sum(1, keepdim=True)
-        for rows in vocab_parallel.chunks(*logits.shape) if ctx.valid else ():
+        for rows in vocab_parallel.chunks(*logits.shape, on_gpu=logits.is_cuda) if ctx.valid else ():
             scaled, columns = scratch(logits[rows], ids[rows], ctx.temperature, ctx.start, ctx.valid)
             chosen = grad[rows, :-1] - every[rows] * (scaled.gather(1, columns) - normalizer[rows, None]).exp()
             scaled.scatter_(1, columns, LOWEST)

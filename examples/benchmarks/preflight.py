@@ -41,7 +41,7 @@ CALIBRATED = {
     "train_step_qwen3_4b_fp8",
     "train_step_qwen3_30b_a3b_cut",
     "train_step_qwen3_30b_a3b_cut_cutlass",
-    "train_step_qwen3_30b_a3b_cut_gradients",
+    "train_step_qwen3_30b_a3b_cut_products",
     "train_step_qwen3_30b_a3b_ep2_cutlass",
 }
 """Files from which a constant was taken, of memory or of seconds."""
@@ -175,8 +175,8 @@ def settings(name: str, outcome: Mapping[str, Any]) -> TrainConfig:
     if "cutlass_experts" not in values["kernels"]:
         # Before the setting existed, CUTLASS was chosen by an environment variable.
         values["kernels"] = values["kernels"] | {"cutlass_experts": name.endswith("_cutlass")}
-    # Before this one existed, each expert's gradient was a product of its own.
-    values["kernels"] = {"expert_gradients": False} | values["kernels"]
+    # Before these existed, Transformer Engine did what they do.
+    values["kernels"] = {"expert_products": False, "optimizer_fusion": False} | values["kernels"]
     return build(TrainConfig, values)
 
 

@@ -97,6 +97,14 @@ class TrainConfig:
         return self.max_tokens_per_microbatch * Parallel.parse(self.parallel).cp
 
     @property
+    def joins_experts(self) -> bool:
+        """Returns whether all experts of a layer are one operation for autograd, on a GPU that has the kernels. It adds
+        their gradients to the buffer without a word to Megatron, which must not wait for them."""
+        kernels = self.kernels
+        fuses = kernels.expert_products and kernels.gradient_accumulation_fusion
+        return fuses and not self.communication.overlap_grad_reduce and self.fp8.recipe is Fp8Recipe.OFF
+
+    @property
     def sleeps(self) -> bool:
         """Returns whether the policy leaves memory to engines on the same devices while they work."""
         return self.offload_optimizer or self.release_memory

@@ -97,8 +97,7 @@ def install_kernels(architecture: Architecture, config: TransformerConfig, train
 
         if gradients.is_available():
             gradients.install()
-            # One operation for all experts adds their gradients to the buffer without a word to Megatron.
-            if train.kernels.gradient_accumulation_fusion and not train.communication.overlap_grad_reduce:
+            if train.joins_experts:
                 operation.install()
 
 

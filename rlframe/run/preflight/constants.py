@@ -45,15 +45,20 @@ ATTENTION_BACKWARD_EFFICIENCY = 0.34
 """The same backward, counted as twice forward: qwen3_4b."""
 EXPERT_EFFICIENCY = 0.47
 """Grouped products of experts: qwen3_30b_a3b_ep2_cutlass. Between 0.43 (1,024 tokens an expert) and 0.53 (4,096)."""
+JOINED_EXPERT_EFFICIENCY = 0.56
+"""The same by rlframe's kernels: qwen3_30b_a3b_cut_products, 160 ms for three products of 29.7 TFLOP."""
 PASSES = 8.5
 """Times that norms, rotary embedding, activations and residuals move as many bytes as a layer keeps: qwen3_4b, 257
 ms."""
 SORTING_PASSES = 18.0
 """Times that sorting moves the bytes of the experts' inputs, forward and backward: qwen3_30b_a3b_cut_cutlass, 54 ms."""
 SORTING_PASSES_ALONE = 7.4
-"""The same where all experts are on one rank: qwen3_30b_a3b_cut_gradients, 22 ms."""
-OPTIMIZER_BANDWIDTH = 0.37
-"""AdamW over the memory's speed: qwen3_4b, 64 ms; qwen3_30b_a3b_cut_cutlass, 95 ms."""
+"""The same where all experts are on one rank: qwen3_30b_a3b_cut_products, 22 ms."""
+OPTIMIZER_BANDWIDTH = 0.75
+"""AdamW and the gradient norm over the memory's speed, with train.kernels.optimizer_fusion: qwen3_30b_a3b_cut_products,
+47 ms."""
+OPTIMIZER_BANDWIDTH_APART = 0.37
+"""The same without it: qwen3_4b, 64 ms; qwen3_30b_a3b_cut_cutlass, 95 ms."""
 LAUNCH_S = 59e-6
 """Seconds of the host for one kernel of a training step: qwen3_4b_short, where the device waits for them."""
 FORWARD_LAUNCHES = 0.41
@@ -66,9 +71,6 @@ LAUNCHES_PER_EXPERT = 1.5
 """Kernels for each expert of a rank, with train.kernels.cutlass_experts: qwen3_30b_a3b_cut_cutlass."""
 LAUNCHES_PER_EXPERT_SINGLY = 6.2
 """The same without it: qwen3_30b_a3b_cut."""
-LAUNCHES_PER_EXPERT_ONE_KERNEL = 1.2
-"""The same with train.kernels.expert_gradients, which launches one kernel for all: what the host does with each
-expert's tensors takes as long as so many. 16 us less than without: qwen3_30b_a3b_cut_gradients."""
 REFERENCE_BANDWIDTH = 22e9
 """Bytes a second at which a rank exchanges its weights with the reference's in host memory, pinned: dpo_4b, 0.74 s for
 twice 8.04 GB."""

@@ -182,7 +182,7 @@ class TrainerSeconds:
         moved += self._adapters(stage.layers, share, again, backward=backward)
         # By chunks the logits are computed again, and only they: a layer's recomputation is in `times` already.
         head_times = 4.0 if backward and memory.chunk else times
-        experts = share * count.experts * weight_free / (flops * constants.EXPERT_EFFICIENCY)
+        experts = share * count.experts * weight_free / (flops * self._expert_efficiency)
         return Pass(
             products=share * (count.dense * weight_free / fast + count.head * head_times) / products,
             attention=share * count.attention * attention_times(again, backward=backward) / flops,
@@ -250,16 +250,21 @@ class TrainerSeconds:
         part = (1.0 if backward else constants.FORWARD_LAUNCHES) + again * constants.FORWARD_LAUNCHES
         return whole * part * constants.LAUNCH_S
 
+    @property
+    def _expert_efficiency(self) -> float:
+        joins = self.memory.train.joins_experts and self.memory.itemsize == 2
+        return constants.JOINED_EXPERT_EFFICIENCY if joins else constants.EXPERT_EFFICIENCY
+
     def _expert_launches(self, sparse: int, once_s: float) -> float:
         """Returns by how much launching the gradients of each expert's weights takes longer than computing them.
 
         Args:
             once_s: seconds of the device for one of the three products of every expert.
         """
-        kernels = self.memory.train.kernels
-        singly = not kernels.cutlass_experts
-        one, many = constants.LAUNCHES_PER_EXPERT_ONE_KERNEL, constants.LAUNCHES_PER_EXPERT
-        each = constants.LAUNCHES_PER_EXPERT_SINGLY if singly else one if kernels.expert_gradients else many
+        if self.memory.train.joins_experts:
+            return 0.0
+        singly = not self.memory.train.kernels.cutlass_experts
+        each = constants.LAUNCHES_PER_EXPERT_SINGLY if singly else constants.LAUNCHES_PER_EXPERT
         held = self.memory.architecture.num_experts / self.memory.parallel.ep
         return max(0.0, each * held * sparse * constants.LAUNCH_S - once_s * (3 if singly else 1))
 
@@ -278,11 +283,17 @@ class TrainerSeconds:
         moved += stage.trained_experts * gradient * (parallel.edp - 1) / parallel.edp
         hidden = 0.5 if memory.train.communication.overlap_grad_reduce else 1.0
         return (
-            shard_bytes / (self.speeds.memory * constants.OPTIMIZER_BANDWIDTH)
+            shard_bytes / (self.speeds.memory * self._optimizer_bandwidth)
             + moved * hidden / (link * constants.COLLECTIVE_EFFICIENCY)
             + self._host_update(stage)
             + self._orthogonalization(stage)
         )
+
+    @property
+    def _optimizer_bandwidth(self) -> float:
+        train = self.memory.train
+        fuses = train.kernels.optimizer_fusion and train.optimizer.name == OptimizerName.ADAMW
+        return constants.OPTIMIZER_BANDWIDTH if fuses else constants.OPTIMIZER_BANDWIDTH_APART
 
     def _orthogonalization(self, stage: StageWeights) -> float:
         """Returns the seconds of Muon's matrix products, which the ranks of a stage share; not measured."""

@@ -5,6 +5,7 @@ import pytest
 from rlframe.megatron.config.optimizer import OptimizerConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
+from rlframe.utils.build import build
 
 
 @pytest.mark.parametrize(
@@ -138,3 +139,14 @@ def test_train_settings_out_of_range_are_refused(wrong: dict, message: str) -> N
 def test_optimizer_settings_out_of_range_are_refused(wrong: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OptimizerConfig(**wrong)
+
+
+def test_experts_are_one_operation_where_nobody_waits_for_their_gradients() -> None:
+    assert build(TrainConfig, {}).joins_experts
+    for settings in (
+        {"kernels": {"expert_products": False}},
+        {"kernels": {"gradient_accumulation_fusion": False}},
+        {"parallel": "d2", "communication": {"overlap_grad_reduce": True}},
+        {"fp8": {"recipe": "blockwise"}},
+    ):
+        assert not build(TrainConfig, settings).joins_experts, settings

@@ -87,10 +87,9 @@ def test_what_needs_cuda_is_refused_on_a_cpu_by_name(train: dict[str, Any], star
             "train.kernels.cutlass_experts has no effect on qwen3, which is dense",
         ),
         (
-            {"kernels": {"expert_gradients": False}},
-            "train.kernels.expert_gradients has no effect on qwen3, which is dense",
+            {"kernels": {"expert_products": False}},
+            "train.kernels.expert_products has no effect on qwen3, which is dense",
         ),
-        ({"kernels": {"joint_experts": True}}, "train.kernels.joint_experts has no effect on qwen3, which is dense"),
         ({"kernels": {"permute_fusion": False}}, "train.kernels.permute_fusion has no effect on qwen3, which is dense"),
         ({"moe": {"freeze_router": True}}, "train.moe.freeze_router has no effect on qwen3, which is dense, got true"),
         (
@@ -248,27 +247,3 @@ def test_a_critic_has_no_head_for_multi_token_prediction() -> None:
     # Entries of the policy that the critic's settings take over, and models of which another rule speaks.
     assert not found("train.mtp.mode=train") and not found("train.mtp.mode=train", "critic.train.dtype=float32")
     assert not found("critic.train.mtp.mode=train", layers=0)
-
-
-@pytest.mark.parametrize(
-    ("others", "name"),
-    [
-        ({"kernels": {"joint_experts": True, "expert_gradients": False}}, "train.kernels.expert_gradients=false"),
-        (
-            {"kernels": {"joint_experts": True, "gradient_accumulation_fusion": False}},
-            "train.kernels.gradient_accumulation_fusion=false",
-        ),
-        (
-            {"parallel": "d2", "communication": {"overlap_grad_reduce": True}},
-            "train.communication.overlap_grad_reduce=true",
-        ),
-        ({"communication": {"reduce_in_float32": False}}, "train.communication.reduce_in_float32=false"),
-        ({"fp8": {"recipe": "blockwise"}}, "train.fp8.recipe=blockwise"),
-    ],
-)
-def test_one_operation_of_experts_is_refused_where_their_gradients_go_elsewhere(
-    others: dict[str, Any], name: str
-) -> None:
-    train = {"kernels": {"joint_experts": True}} | others
-    assert f"train.kernels.joint_experts must be false with {name}, got true" in "\n".join(faults(EXPERTS, **train))
-    assert not any("joint_experts" in each for each in faults(EXPERTS, **others | {"kernels": {}}))

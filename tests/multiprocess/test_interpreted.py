@@ -13,6 +13,7 @@ FILES = {
     "triton": (
         "weight_sync/interpreted/kernels.py",
         "models/interpreted/fp8.py",
+        "megatron/adam/interpreted/optimizers.py",
         "megatron/adam/interpreted/step.py",
         "megatron/vocab/interpreted/divergence.py",
         "megatron/vocab/interpreted/vocab.py",
@@ -38,7 +39,12 @@ FILES = {
 def test_kernels_through_tritons_interpreter(module: str) -> None:
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
-    passes([str(ROOT / "tests/unit" / file) for file in FILES[module]])
+    passes(["-m", "not thorough", *(str(ROOT / "tests/unit" / file) for file in FILES[module])])
+
+
+@pytest.mark.thorough
+def test_steps_of_more_layouts() -> None:
+    passes(["-m", "thorough", str(ROOT / "tests/unit/megatron/adam/interpreted/optimizers.py")])
 
 
 CUTS = "shared and d1 and grpo or d1c2 and a2a and not d1c2p2 or d1t2 and float32 and not recompute"

@@ -14,8 +14,8 @@ import triton.language as tl
 
 FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 COLUMNS = 7
-"""Of a table of int64: addresses of a tensor's gradient, its weight of 16 bits, its main weight or the bits that the
-weight lacks, and both moments; its number of elements; whether its gradient is part of the norm."""
+"""Number of columns of a table of int64: addresses of a tensor's gradient, its 16-bit weight, its main weight or the
+bits that the weight lacks, and both moments; its number of elements; whether its gradient is part of the norm."""
 BLOCK = 1024
 """Elements that a program updates at once."""
 BLOCKS = 16

@@ -21,7 +21,7 @@ BLOCK = 4096
 
 @triton.jit
 def _middle(ours, theirs, log_ours, log_theirs, BETA: tl.constexpr):
-    """log M, see `divergence.mixture`. Rounding of the logarithm is 6e-8 nats at most, of which a sum takes the
+    """Returns log M, see `divergence.mixture`. The logarithm's rounding is 6e-8 nats at most, of which a sum takes the
     probability's share."""
     if BETA == 1:
         found = theirs

@@ -92,7 +92,7 @@ DENSE = (
 )
 PLANS: dict[str, list[Phase]] = {
     "kernels": [{"0": [TRAINING, ROLLOUT, *KERNELS]}],
-    # 400 seconds on a slow host: a mixture's training step on two GPUs with fewer recomputed layers, and what was cut off.
+    # 400 seconds on a slow host: a mixture on two GPUs with fewer recomputed layers, and what was cut off.
     "experts": [
         {"0,1": [benchmark("ep2", "train_step.py qwen3_30b_a3b_ep2 --profile --set recompute_options.layers=8", 200)]},
         {

@@ -83,7 +83,14 @@ CASES = list(dict.fromkeys([*((layout, name) for layout, names in LAYOUTS.items(
 CHEAP = [("d1", name) for name in VARIANTS] + [("d1t2", "minimax_m2"), ("d1t2", "glm_moe_dsa")]
 THOROUGH = [case for case in FURTHER if case != ("d1t2", "qwen3_5")]
 THOROUGH += [case for case in CASES if case[1] in VARIANTS and case not in CHEAP]
-THOROUGH += [case for case in CASES if case[1] in DENSE_VARIANTS and case[0] != "d1t2" and case != ("d1p2", "gemma3")]
+ALONE = ("qwen3_yarn", "qwen2_linear", "mistral", "smollm3")
+"""Variants of positions and of what a token sees, which are alike on every rank: their one layout has one."""
+USUAL = [("d1" if name in ALONE else "d1t2", name) for name in DENSE_VARIANTS] + [("d1p2", "gemma3")]
+THOROUGH += [case for case in CASES if case[1] in DENSE_VARIANTS and case not in USUAL]
+THOROUGH += [("d1t2", "llama_scaled"), ("d1p2", "llama_scaled"), ("d1p2", "qwen2")]
+# What two ranks load as transformers has it, one does.
+THOROUGH += [("d1", name) for name in ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "mixtral", "glm4_moe")]
+THOROUGH += [("d1", name) for name in ("deepseek_v3", "gpt_oss", "qwen3_next")]
 
 
 def sequences() -> Sequences:

@@ -199,13 +199,13 @@ MUTATIONS: list[Mutation] = [
         ("the kernel has no weight decay", "(size + weight_decay * main)", "size"),
     ),
     *faults(
-        "rlframe/megatron/adam/step.py",
+        "rlframe/megatron/adam/table.py",
         "tests/multiprocess/test_interpreted.py",
         ("tensors that moved are not found", "if addresses == self._addresses:", "if self._addresses:"),
     ),
     *faults(
         "rlframe/megatron/adam/step.py",
-        "tests/multiprocess/megatron/test_adam_step.py",
+        "tests/multiprocess/test_interpreted.py",
         ("moments of a checkpoint are not found", "or any(a is not b for", "or any(False for"),
         ("steps are not counted", 'group["step"] = group.get("step", 0) + 1', "pass"),
         ("the norm is one rank's", "            dist.all_reduce(total, group=group)\n", ""),

@@ -26,7 +26,7 @@ HELD = "rlframe_held"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What an operation needs of a layer."""
+    """Weights of a layer and their gradients, as an operation needs them."""
 
     parameters: list[Any]
     """Weight [O, I] of each expert."""

@@ -92,12 +92,15 @@ DENSE = (
 )
 PLANS: dict[str, list[Phase]] = {
     "kernels": [{"0": [TRAINING, ROLLOUT, *KERNELS]}],
-    # 400 seconds on a slow host: a mixture on two GPUs with fewer recomputed layers, and what was cut off.
+    # 1,000 seconds on a slow host: a mixture on two GPUs with fewer recomputed layers, and what was cut off.
     "experts": [
         {"0,1": [benchmark("ep2", "train_step.py qwen3_30b_a3b_ep2 --profile --set recompute_options.layers=8", 200)]},
         {
             "0": [benchmark("gkd", "loops.py gkd_in_ranks reranker", 400)],
-            "1": [tests("options", "tests/gpu/test_training_options_cuda.py -k 'eight_bit or losses'", 300)],
+            "1": [
+                tests("loops", "tests/gpu/test_loops_cuda.py", 400),
+                tests("options", "tests/gpu/test_training_options_cuda.py -k 'eight_bit or losses'", 300),
+            ],
         },
         {"0,1": [benchmark("teachers", "loops.py gkd_own_ranks gkd_engine", 400)]},
     ],

@@ -6,6 +6,8 @@ UPDATES = '"tests/multiprocess/megatron/training/test_updates.py::test_every_set
     '"'
 )
 
+INTERPRETED = "tests/multiprocess/test_interpreted.py::test_kernels_through_tritons_interpreter[triton]"
+
 MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/megatron/worker/optimizer.py",
@@ -137,7 +139,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/megatron/model/layers/experts/gradients.py",
-        "tests/multiprocess/test_interpreted.py",
+        INTERPRETED,
         (
             "an expert's gradient has the next one's tokens",
             "part = tl.where(inside, of_above.load([whole, row]), 0.0)",
@@ -161,7 +163,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/megatron/model/layers/experts/operation.py",
-        "tests/multiprocess/test_interpreted.py",
+        INTERPRETED,
         (
             "frozen experts get gradients",
             "if held.parameters[0].requires_grad and len(tokens):",
@@ -176,7 +178,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/megatron/model/layers/experts/products.py",
-        "tests/multiprocess/test_interpreted.py",
+        INTERPRETED,
         (
             "an expert's last rows are written over the next one's",
             "    if row + ROWS <= end:\n",
@@ -186,13 +188,13 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/megatron/model/layers/experts/stacked.py",
-        "tests/multiprocess/test_interpreted.py",
+        INTERPRETED,
         ("gradients at any places are taken", "if len(distances) == 1 else None", "if distances else None"),
         ("matrices of two storages are one", " or len(storages) > 1", ""),
     ),
     *faults(
         "rlframe/megatron/adam/kernels.py",
-        "tests/multiprocess/test_interpreted.py",
+        INTERPRETED,
         ("weights are not rounded up", "upper = tl.where(lower < 0, upper + 1, upper)", "pass"),
         ("a gradient that does not count is part of the norm", "tl.where(tl.load(row + 6) != 0, ", "tl.where(True, "),
         ("the kernel does not clip gradients", ".to(tl.float32) * scale\n    first", ".to(tl.float32)\n    first"),
@@ -200,12 +202,12 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/megatron/adam/table.py",
-        "tests/multiprocess/test_interpreted.py",
+        INTERPRETED,
         ("tensors that moved are not found", "if addresses == self._addresses:", "if self._addresses:"),
     ),
     *faults(
         "rlframe/megatron/adam/step.py",
-        "tests/multiprocess/test_interpreted.py",
+        INTERPRETED,
         ("moments of a checkpoint are not found", "or any(a is not b for", "or any(False for"),
         ("steps are not counted", 'group["step"] = group.get("step", 0) + 1', "pass"),
         ("the norm is one rank's", "            dist.all_reduce(total, group=group)\n", ""),
@@ -213,7 +215,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *faults(
         "rlframe/megatron/vocab/divergence_kernels.py",
-        "tests/multiprocess/test_interpreted.py",
+        INTERPRETED,
         (
             "padding is part of the divergence",
             "tl.where(inside, tl.exp(ours) * (ours - middle), 0.0)",

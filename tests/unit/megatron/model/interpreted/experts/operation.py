@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlframe.megatron.model.layers.experts import gradients, products
 from rlframe.megatron.model.layers.experts.operation import by_one_operation, held_by, joined
-from rlframe.megatron.model.layers.experts.products import multiply
+from rlframe.megatron.model.layers.experts.products import multiply, tiles_of
 from rlframe.megatron.model.layers.experts.stacked import stacked
 
 COUNTS = [0, 3, 20, 16, 0, 1]
@@ -92,7 +92,11 @@ def test_other_layers_are_left_to_transformer_engine() -> None:
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_each_experts_tokens_are_multiplied_by_its_weight(transposed: bool, backwards: bool) -> None:
+def test_each_experts_tokens_are_multiplied_by_its_weight(
+    transposed: bool, backwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Programs run in any order: here the last expert's come first.
+    monkeypatch.setattr(products, "tiles_of", lambda *given: tiles_of(*given).flip(0).contiguous())
     generator = torch.Generator().manual_seed(2)
     weights = list(torch.randn(len(COUNTS), OUTPUTS, INPUTS, generator=generator).half())[:: -1 if backwards else 1]
     tokens = torch.randn(sum(COUNTS), INPUTS if transposed else OUTPUTS, generator=generator).half()
@@ -112,7 +116,13 @@ def test_matrices_are_stacked_only_where_they_lie_one_behind_the_other() -> None
         assert stacked(matrices)
     for matrices in (every[::2], [every[1], every[0], every[2]], [each.T for each in every]):
         assert not stacked(matrices)
-    assert not stacked([every[0], every[1].clone()])
+    # Neighbours in memory, but of two allocations: no tensor reaches over both.
+    memory = bytearray(2 * 4 * OUTPUTS * INPUTS)
+    neighbours = [
+        torch.frombuffer(memory, dtype=torch.float32, count=OUTPUTS * INPUTS, offset=at).view(OUTPUTS, INPUTS)
+        for at in (0, len(memory) // 2)
+    ]
+    assert neighbours[1].data_ptr() - neighbours[0].data_ptr() == neighbours[0].nbytes and not stacked(neighbours)
 
 
 def test_memory_that_has_moved_is_looked_at_anew() -> None:

@@ -20,6 +20,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlframe.megatron.model.layers.experts.products import DTYPES
 from rlframe.megatron.model.layers.experts.stacked import Stacked, described, on_device, stacked
 
 ROWS, COLUMNS = 128, 128
@@ -89,7 +90,7 @@ def fits(gradients: Stacked, dtype: torch.dtype) -> bool:
     """
     rows, columns = gradients.shape
     is_float32 = gradients.matrix.dtype == torch.float32
-    return dtype in (torch.bfloat16, torch.float16) and is_float32 and not (rows % ROWS or columns % COLUMNS)
+    return dtype in DTYPES and is_float32 and not (rows % ROWS or columns % COLUMNS)
 
 
 def _follow(parts: Sequence[Tensor]) -> bool:

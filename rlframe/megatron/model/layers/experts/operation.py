@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlframe.megatron.model.layers.experts.gradients import add_gradients, fits
-from rlframe.megatron.model.layers.experts.products import multiplies, multiply
+from rlframe.megatron.model.layers.experts.products import DTYPES, multiplies, multiply
 from rlframe.megatron.model.layers.experts.stacked import Stacked, stacked
 
 HELD = "rlframe_held"
@@ -64,8 +64,11 @@ def joined(layer: Any, tokens: Tensor, counts: Any) -> Held | None:
     float16 without bias, and gradients in a buffer."""
     if not isinstance(counts, list) or layer.use_bias or layer.config.fp8 or tokens.ndim != 2:
         return None
+    # A pass in float32 is one on copies of the weights, which nothing may hold behind it.
+    if tokens.dtype not in DTYPES or not tokens.is_contiguous():
+        return None
     held = held_by(layer)
-    if not tokens.is_contiguous() or not held.weights or held.weights.matrix.dtype != tokens.dtype:
+    if not held.weights or held.weights.matrix.dtype != tokens.dtype:
         return None
     if held.parameters[0].requires_grad and torch.is_grad_enabled():
         # Autograd comes here for the tokens alone.
@@ -76,11 +79,11 @@ def joined(layer: Any, tokens: Tensor, counts: Any) -> Held | None:
 def held_by(layer: Any) -> Held:
     """Returns what an operation needs of a layer. Looks at all experts only after memory has moved."""
     held: Held | None = getattr(layer, HELD, None)
-    parameters = held.parameters if held else [getattr(layer, f"weight{index}") for index in range(layer.num_gemms)]
-    ends = [parameters[0], parameters[-1]]
+    ends = [getattr(layer, f"weight{index}") for index in (0, layer.num_gemms - 1)]
     ends += [each.main_grad for each in ends if getattr(each, "main_grad", None) is not None]
     addresses = tuple(each.data_ptr() for each in ends)
     if held is None or held.addresses != addresses:
+        parameters = [getattr(layer, f"weight{index}") for index in range(layer.num_gemms)]
         held = Held(parameters, addresses, *stacks(parameters))
         setattr(layer, HELD, held)
     return held

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from rlframe.megatron.model.layers.experts.stacked import Stacked, described, on_device
 
+DTYPES = (torch.bfloat16, torch.float16)
+"""Number formats of tokens and weights."""
 ROWS, COLUMNS = 128, 128
 """Tokens of one expert, and columns of the product, that a program computes. All columns must be a multiple."""
 INNER = 64
@@ -67,7 +69,7 @@ def multiply(
 def multiplies(weights: Stacked) -> bool:
     """Returns whether the kernel takes weights: of 16 bits, and sizes that are multiples of its tiles."""
     is_even = not any(size % COLUMNS or size % INNER for size in weights.shape)
-    return is_even and weights.matrix.dtype in (torch.bfloat16, torch.float16)
+    return is_even and weights.matrix.dtype in DTYPES
 
 
 @functools.lru_cache(maxsize=8)

@@ -133,3 +133,15 @@ def test_memory_that_has_moved_is_looked_at_anew() -> None:
     for index in range(len(COUNTS)):
         getattr(layer, f"weight{index}").main_grad = moved[-1 - index]
     assert held_by(layer).gradients.matrix.data_ptr() == moved.data_ptr()
+
+
+def test_copies_of_weights_for_one_pass_are_not_held() -> None:
+    layer, tokens = made()
+    own = held_by(layer)
+    weights = [getattr(layer, f"weight{index}") for index in range(len(COUNTS))]
+    for index, weight in enumerate(weights):
+        setattr(layer, f"weight{index}", weight.detach().float())
+    assert not joined(layer, tokens.float(), COUNTS)
+    for index, weight in enumerate(weights):
+        setattr(layer, f"weight{index}", weight)
+    assert held_by(layer) is own

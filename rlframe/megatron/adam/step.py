@@ -2,7 +2,7 @@
 
 Megatron (0.16 to 0.19) and Transformer Engine (2.20) look at each parameter some ten times a step on the host, while
 the GPU waits. Here tensors are looked at once, and afterwards only their addresses are compared. State stays where
-Transformer Engine keeps it, which also makes it, in the first step.
+Transformer Engine keeps it, which also makes it, in the first step of a run.
 """
 
 import math
@@ -20,7 +20,7 @@ from rlframe.utils.errors import RlframeError
 
 
 class AdamStep:
-    """Steps of Megatron's distributed optimizers, from the second one on."""
+    """Steps of Megatron's distributed optimizers, from a run's second one on."""
 
     def __init__(self, parts: list[Any], *, device: torch.device, clip_grad: float):
         """

@@ -70,8 +70,8 @@ class KernelConfig:
     product each: 1.5 to 1.7 times the tokens a second on layers of Qwen3-30B-A3B, which otherwise wait for launches. It
     has it for bfloat16 without biases on Hopper, if sizes are multiples of 128. Other products remain cuBLAS's."""
     optimizer_fusion: bool = True
-    """Whether AdamW updates all parameters by one kernel of rlframe's, and one computes the gradient norm, from the
-    second step of a process on. It spares the host what Megatron and Transformer Engine do for each parameter. Not for
+    """Whether AdamW updates all parameters by one kernel of rlframe's, and one computes the gradient norm, from a run's
+    second step on. It spares the host what Megatron and Transformer Engine do for each parameter. Not for
     `optimizer.name=muon`, `optimizer.cpu_offload_fraction` and `mtp.mode=train`."""
     gradient_accumulation_fusion: bool = True
     """Whether matrix products of Transformer Engine's layers add to the gradient buffer themselves. The embedding and

@@ -46,6 +46,12 @@ class Optimizer(ChainedOptimizer):
         self.norm = self.adam.gradient_norm()
         return self.step_with_ready_grads(), self.norm, None
 
+    def resume(self) -> None:
+        """Lets the next step have the bits that it would have had in the run that was saved. Must be called on all
+        ranks when moments were read."""
+        if self.adam:
+            self.adam.begin()
+
     def get_grad_norm(self) -> float:
         """Returns the gradient norm before clipping, on which `step_with_ready_grads` decides."""
         self.norm = float(super().get_grad_norm())

@@ -380,6 +380,7 @@ class Trainer:
             reference=self.following,
             outliers=self.optimizer.outliers,
         )
+        self.optimizer.resume()
         self._weights_changed()
         if self.model.architecture.with_mtp:
             # A head that is kept now may have been trained before.

@@ -14,19 +14,15 @@ from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.messages.microbatch import split
 from rlframe.megatron.messages.setup import TrainerSetup
 from rlframe.models.config import ModelConfig
-from tests.multiprocess.distributed import run_distributed
+from tests.multiprocess.distributed import run_distributed, save
 from tests.multiprocess.megatron.test_layouts import Weighted, sequences, weights_of
 from tests.tiny_models import make
 
 LR, CLIP = 0.01, 0.05
-CASES = [
-    ("d2e2", Dtype.FLOAT32),
-    pytest.param("d1t2|ffn:d1t2", Dtype.FLOAT32, marks=pytest.mark.thorough),
-    pytest.param("d1p2", Dtype.BFLOAT16, marks=pytest.mark.thorough),
-]
+LAYOUTS = ["d2e2", *(pytest.param(layout, marks=pytest.mark.thorough) for layout in ("d1t2|ffn:d1t2", "d1p2"))]
 
 
-def trained(rank: int, init_method: str, folder: str, parallel: str, dtype: Dtype, by_kernels: bool) -> dict[str, Any]:
+def trained(rank: int, init_method: str, folder: str, parallel: str, by_kernels: bool) -> dict[str, Any]:
     """Gradient norms of each step, weights, and how many steps the kernels took."""
     from rlframe.megatron.cpu import platform
 
@@ -40,8 +36,8 @@ def trained(rank: int, init_method: str, folder: str, parallel: str, dtype: Dtyp
     trainer = Trainer(
         TrainerSetup(
             rank=rank, init_method=init_method, device=where, model=ModelConfig(path=folder), seed=0,
-            train=TrainConfig(dtype=dtype, parallel=parallel, optimizer=settings), temperature=1.0,
-            total_optimizer_steps=4, timeout_s=120, with_reference=False,
+            train=TrainConfig(dtype=Dtype.FLOAT32, parallel=parallel, optimizer=settings), temperature=1.0,
+            total_optimizer_steps=5, timeout_s=120, with_reference=False,
         )
     )  # fmt: skip
     taken: list[float] = []
@@ -58,6 +54,14 @@ def trained(rank: int, init_method: str, folder: str, parallel: str, dtype: Dtyp
         for state in part.optimizer.state.values():
             state["exp_avg"].neg_()
     results += trainer.train([microbatches] * 2, Weighted(), first_step=2)
+    state = pathlib.Path(folder) / f"state_{by_kernels}"
+    state.mkdir(exist_ok=True)
+    save(trainer, state)
+    if by_kernels:
+        # As in the process of a run that is resumed.
+        trainer.optimizer.adam = counted(AdamStep, trainer.optimizer.chained_optimizers, where, taken)
+    trainer.load(state, num_optimizer_steps=4)
+    results += trainer.train([microbatches], Weighted(), first_step=4)
     return {
         "norms": [step.metrics["train/grad_norm"].value for step in results],
         "weights": trainer.export(list(trainer.layout.tensors), torch.float32),
@@ -72,9 +76,10 @@ def counted(adam_step: Any, optimizers: list[Any], device: torch.device, taken: 
 
     def begun() -> None:
         for part in adam.parts:
-            for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
+            states = [] if part.is_stub_optimizer else part.optimizer.state.values()
+            for group in part.optimizer.param_groups if states else []:
                 # Transformer Engine counts steps here, and torch with each parameter.
-                group["step"] = 1
+                group["step"] = max(int(state["step"]) for state in states)
         begin()
 
     def norm() -> float:
@@ -85,18 +90,15 @@ def counted(adam_step: Any, optimizers: list[Any], device: torch.device, taken: 
     return adam
 
 
-@pytest.mark.parametrize(("parallel", "dtype"), CASES)
-def test_steps_by_kernels_are_those_of_adamw(parallel: str, dtype: Dtype, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("parallel", LAYOUTS)
+def test_steps_by_kernels_are_those_of_adamw(parallel: str, tmp_path: pathlib.Path) -> None:
     make("qwen3_moe", tmp_path)
-    plain, other = (
-        run_distributed(trained, 2, str(tmp_path), parallel, dtype, by_kernels) for by_kernels in (False, True)
-    )
+    plain, other = (run_distributed(trained, 2, str(tmp_path), parallel, by_kernels) for by_kernels in (False, True))
     for here, there in zip(plain, other, strict=True):
+        # The first step makes the moments; what is resumed has them.
         assert here["taken"] == [] and there["taken"] == there["norms"][1:]
-        near = 1e-5 if dtype is Dtype.FLOAT32 else 0.02
-        assert there["norms"] == pytest.approx(here["norms"], rel=near)
+        assert there["norms"] == pytest.approx(here["norms"], rel=1e-5)
         for name, pieces in here["weights"].items():
             for (_, one), (_, another) in zip(pieces, there["weights"][name], strict=True):
-                # Triton's interpreter cuts weights off to bfloat16, where others round.
-                near = 2e-6 if dtype is Dtype.FLOAT32 else 0.2 * LR + 2**-8 * one.abs().mean()
-                assert (one - another).abs().mean() < near, name
+                # Adam moves each weight by about lr a step, also where signs of gradients near zero differ.
+                assert (one - another).abs().mean() < 2e-6, name

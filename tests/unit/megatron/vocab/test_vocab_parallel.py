@@ -182,3 +182,13 @@ def test_an_operation_that_kept_logits_which_were_written_over_is_told(group: di
     )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logprobs.sum().backward()
+
+
+def test_chunks_suit_a_cores_cache_or_are_few_enough_to_launch() -> None:
+    # 16,384 rows of 151,936 logits: on a GPU each operation of a chunk is a launch.
+    for on_gpu, largest in ((False, 1 << 18), (True, 1 << 26)):
+        found = vocab_parallel.chunks(16384, 151_936, on_gpu=on_gpu)
+        assert [found[0].start, found[-1].stop] == [0, 16384]
+        assert all(before.stop == after.start for before, after in zip(found, found[1:], strict=False))
+        assert all((rows.stop - rows.start) * 151_936 <= largest for rows in found)
+        assert len(found) == (38 if on_gpu else 16384)

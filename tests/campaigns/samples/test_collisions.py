@@ -46,7 +46,7 @@ def test_the_search_finds_nothing_in_the_checksum_of_weight_sync() -> None:
 
 @pytest.mark.thorough
 def test_what_is_made_to_collide_under_one_seed_is_seen_under_others() -> None:
-    tensor, places = forged(3)
+    tensor, places = forged(1)
     rows, cols = np.array(places).T
     changed = tensor.bits.copy()
     changed[rows, cols] ^= 1 << 15
@@ -55,5 +55,5 @@ def test_what_is_made_to_collide_under_one_seed_is_seen_under_others() -> None:
         other = Tensor(tensor.bits, *keyed(tensor.bits.shape, BFLOAT16, seed))
         return other.total(changed) == other.total(tensor.bits)
 
-    assert same(3)
+    assert same(1)
     assert not any(same(seed) for seed in range(4, 24))

@@ -95,7 +95,8 @@ def test_all_experts_products_are_those_of_float64(cutlass: bool, own: str, monk
         monkeypatch.setattr(grouped_linear, "general_grouped_gemm", by_one_kernel(grouped_linear.general_grouped_gemm))
     found, kernels = layers(jointly=own == "joint")
     # Products are forward and for the tokens' gradient. The weights' gradients have inner sizes of their own.
-    assert kernels == (0, 2, 1) if own == "joint" else (2 if cutlass else 0, 0, int(own != "cublas"))
+    expected = (0, 2, 1) if own == "joint" else (2 if cutlass else 0, 0, int(own != "cublas"))
+    assert kernels == expected
     for name, (exact, scale) in by_hand().items():
         value = found[name].double()
         # Sums in float32, in whatever order: each of at most 515 additions rounds, or cuts off, by 2^-22 of the sum of

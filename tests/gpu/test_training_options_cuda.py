@@ -130,7 +130,7 @@ SAME = {
 }
 SAME_OF_EXPERTS = {
     "unfused_experts": {"kernels": UNFUSED | {"permute_fusion": False}},
-    "cublas": {"kernels": {"cutlass_experts": False}},
+    "cublas": {"kernels": {"expert_products": False, "cutlass_experts": False}},
     "transformer_engines": {"kernels": {"expert_products": False}},
 }
 

@@ -105,6 +105,13 @@ class TrainConfig:
         return fuses and not self.communication.overlap_grad_reduce and self.fp8.recipe is Fp8Recipe.OFF
 
     @property
+    def fuses_optimizer(self) -> bool:
+        """Returns whether one kernel updates all parameters, on a GPU: by AdamW, none of them on the host, and with one
+        norm for all gradients. Megatron-Core clips a head for multi-token prediction by itself from 0.19 on."""
+        by_adam = self.optimizer.name == OptimizerName.ADAMW and not self.optimizer.cpu_offload_fraction
+        return self.kernels.optimizer_fusion and by_adam and not self.mtp.trains
+
+    @property
     def sleeps(self) -> bool:
         """Returns whether the policy leaves memory to engines on the same devices while they work."""
         return self.offload_optimizer or self.release_memory

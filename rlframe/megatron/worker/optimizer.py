@@ -100,18 +100,9 @@ def build(model: Model, train: TrainConfig) -> Optimizer:
     if config.skips:
         optimizer.outliers = Outliers(config)
     device = next(iter(model.parameters.values())).device
-    if fuses(train, device):
+    if train.fuses_optimizer and device.type == "cuda":
         optimizer.adam = AdamStep(optimizer.chained_optimizers, device=device, clip_grad=config.clip_grad)
     return optimizer
-
-
-def fuses(train: TrainConfig, device: torch.device) -> bool:
-    """Returns whether one kernel updates all parameters: by AdamW, on a GPU alone, and with one norm for all gradients.
-    Megatron-Core clips a head for multi-token prediction by itself from 0.19 on."""
-    config = train.optimizer
-    on_gpu = device.type == "cuda" and not config.cpu_offload_fraction
-    by_adam = config.name == OptimizerName.ADAMW and not train.mtp.trains
-    return train.kernels.optimizer_fusion and on_gpu and by_adam
 
 
 def step(

@@ -291,8 +291,7 @@ class TrainerSeconds:
 
     @property
     def _optimizer_bandwidth(self) -> float:
-        train = self.memory.train
-        fuses = train.kernels.optimizer_fusion and train.optimizer.name == OptimizerName.ADAMW
+        fuses = self.memory.train.fuses_optimizer
         return constants.OPTIMIZER_BANDWIDTH if fuses else constants.OPTIMIZER_BANDWIDTH_APART
 
     def _orthogonalization(self, stage: StageWeights) -> float:

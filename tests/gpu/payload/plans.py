@@ -86,6 +86,7 @@ ROLLOUT = benchmark("rollout", f"rollout_vs_engine.py qwen3_1p7b --group 8 --rep
 TRAINING = benchmark("training", "train_step.py qwen3_1p7b_equal qwen3_1p7b_tail --profile", 200)
 CUT = "train_step.py qwen3_30b_a3b_cut --profile"
 TAIL = "--workload tail"
+LOOPS = "--set train.max_tokens_per_microbatch=16384"
 MIXTURE = "--model qwen3_30b_a3b --layers 24 --prompts 64"
 DENSE = (
     "--model qwen3_4b --prompts 64 --set train.parallel=d2 rollout.num_engines=2 train.max_tokens_per_microbatch=5120"
@@ -96,13 +97,14 @@ PLANS: dict[str, list[Phase]] = {
     "experts": [
         {"0,1": [benchmark("ep2", "train_step.py qwen3_30b_a3b_ep2 --profile --set recompute_options.layers=8", 200)]},
         {
-            "0": [benchmark("gkd", "loops.py gkd_in_ranks reranker", 400)],
+            "0": [benchmark("gkd", f"loops.py gkd_in_ranks reranker {LOOPS}", 400)],
             "1": [
+                tests("experts", "tests/gpu/test_experts_cuda.py", 60),
                 tests("loops", "tests/gpu/test_loops_cuda.py", 400),
                 tests("options", "tests/gpu/test_training_options_cuda.py -k 'eight_bit or losses'", 300),
             ],
         },
-        {"0,1": [benchmark("teachers", "loops.py gkd_own_ranks gkd_engine", 400)]},
+        {"0,1": [benchmark("teachers", f"loops.py gkd_own_ranks gkd_engine {LOOPS}", 400)]},
     ],
     "equal": [
         {

@@ -150,3 +150,14 @@ def test_experts_are_one_operation_where_nobody_waits_for_their_gradients() -> N
         {"fp8": {"recipe": "blockwise"}},
     ):
         assert not build(TrainConfig, settings).joins_experts, settings
+
+
+def test_one_kernel_takes_the_steps_of_adamw_alone() -> None:
+    assert build(TrainConfig, {}).fuses_optimizer
+    for settings in (
+        {"kernels": {"optimizer_fusion": False}},
+        {"optimizer": {"name": "muon"}},
+        {"optimizer": {"cpu_offload_fraction": 0.5}},
+        {"mtp": {"mode": "train"}},
+    ):
+        assert not build(TrainConfig, settings).fuses_optimizer, settings

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -53,6 +52,6 @@ def described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
-def on_device(table: Tensor, device: torch.device) -> Any:
+def on_device(table: Tensor, device: torch.device) -> Tensor:
     """Returns a copy of a table on a device, for which the host does not wait."""
     return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)

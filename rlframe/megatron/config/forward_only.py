@@ -24,7 +24,7 @@ def forward_only(train: TrainConfig, layout: Parallel) -> TrainConfig:
         recompute_options=RecomputeConfig(),
         offload_activations=False,
         communication=CommunicationConfig(),
-        moe=MoeConfig(dispatcher=train.moe.dispatcher),
+        moe=MoeConfig(dispatcher=train.moe.dispatcher, send_once=train.moe.send_once),
         fp8=Fp8Config(),
         mtp=MtpConfig(),
         optimizer=OptimizerConfig(),

@@ -195,6 +195,10 @@ class MoeConfig:
 
     dispatcher: Dispatcher = Dispatcher.ALLTOALL
     """Way in which tokens reach the ranks of their experts."""
+    send_once: bool = True
+    """Whether `alltoall` sends a token once to each rank that has experts of its, and not once for each of them. The
+    rank's sum of what they give is rounded to `train.dtype` on its way back. Experts that several ranks share (etp)
+    and FP8 send one for each expert."""
     router_dtype: RouterDtype = RouterDtype.FLOAT32
     """Number format in which the router scores experts."""
     freeze_router: bool = False

@@ -21,7 +21,7 @@ from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.lora import adapters as lora
 from rlframe.megatron.memory.activations import offload_layer_inputs
 from rlframe.megatron.model.architecture_fields import model_arguments
-from rlframe.megatron.model.layers.experts.dispatch import sort_once
+from rlframe.megatron.model.layers.experts import dispatch
 from rlframe.megatron.model.layers.heads import replace_output_layer
 from rlframe.megatron.model.layers.latent import set_latent_epsilon
 from rlframe.megatron.model.layers.parts import divide_logits, scale_embeddings
@@ -121,7 +121,7 @@ def build(
     if device.type == "cuda":
         install_kernels(architecture, config, train)
     modules = [module(architecture, config, device, chunk=chunk) for chunk in range(parallel.vpp)]
-    sort_once(modules)
+    dispatch.prepare(modules, send_once=train.moe.send_once)
     if float32_logits and architecture.num_outputs is None and modules[-1].post_process:
         keep_float32(modules[-1].output_layer)
     if train.share_prompts:

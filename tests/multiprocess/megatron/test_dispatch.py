@@ -1,11 +1,15 @@
-"""Where one rank has all experts, tokens are sorted by expert once. The gradient matrix has the numbers."""
+"""Where one rank has all experts, tokens are sorted by expert once. Other ranks get a token once. The gradient matrix
+has the numbers."""
 
 import pathlib
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.cluster.config import Device
+from rlframe.megatron.config.options import MoeConfig
 from rlframe.megatron.config.train import Dtype, TrainConfig
 from rlframe.megatron.messages.microbatch import split
 from rlframe.megatron.messages.setup import TrainerSetup
@@ -15,8 +19,12 @@ from tests.multiprocess.megatron.shared_passes import Case
 from tests.tiny_models import make
 
 
-def second_sorts(rank: int, init_method: str, folder: str, parallel: str) -> int:
-    """Returns how many times a rank sorts what came from other ranks, in a pass over one micro-batch."""
+def second_sorts(rank: int, init_method: str, folder: str, parallel: str, sending: str) -> int:
+    """Returns how many times a rank sorts what came from other ranks, in a pass over one micro-batch.
+
+    Args:
+        sending: "once" if a token is sent once to each rank, else "each".
+    """
     from rlframe.megatron.cpu import platform
 
     where = platform.resolve(Device.CPU)
@@ -32,7 +40,7 @@ def second_sorts(rank: int, init_method: str, folder: str, parallel: str) -> int
         return own(*arguments, **options)
 
     token_dispatcher.sort_chunks_by_idxs = counted
-    train = TrainConfig(dtype=Dtype.FLOAT32, parallel=parallel)
+    train = TrainConfig(dtype=Dtype.FLOAT32, parallel=parallel, moe=MoeConfig(send_once=sending == "once"))
     trainer = Trainer(
         TrainerSetup(
             rank=rank, init_method=init_method, device=where, model=ModelConfig(path=folder), train=train, seed=0,
@@ -47,8 +55,83 @@ def second_sorts(rank: int, init_method: str, folder: str, parallel: str) -> int
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("parallel", "sorts"), [("d1", False), ("d2|ffn:d1t1e2", True)])
-def test_tokens_of_one_rank_are_sorted_once(parallel: str, sorts: bool, tmp_path: pathlib.Path) -> None:
-    layers = make("qwen3_moe", tmp_path).config.num_hidden_layers
-    counts = run_distributed(second_sorts, 2 if sorts else 1, str(tmp_path), parallel)
-    assert counts == ([2 * layers] * 2 if sorts else [0])
+@pytest.mark.parametrize(
+    ("parallel", "sending", "sorts"), [("d1", "each", 0), ("d2|ffn:d1t1e2", "each", 2), ("d2|ffn:d1t1e2", "once", 0)]
+)
+def test_tokens_are_sorted_once(parallel: str, sending: str, sorts: int, tmp_path: pathlib.Path) -> None:
+    layers, ranks = make("qwen3_moe", tmp_path).config.num_hidden_layers, 2 if "d2" in parallel else 1
+    counts = run_distributed(second_sorts, ranks, str(tmp_path), parallel, sending)
+    assert counts == [sorts * layers] * ranks
+
+
+def exchanged(rank: int, init_method: str, routes: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[str, torch.Tensor]:
+    """Returns what a dispatcher that sends tokens once gives for this rank's tokens, and gradients of it. Four experts
+    on two ranks multiply by 1, 2, 3 and 4.
+
+    Args:
+        routes: of each rank, the experts of each token.
+    """
+    from rlframe.megatron.cpu import platform
+
+    platform.install(platform.resolve(Device.CPU))
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from rlframe.megatron.model.layers.experts.once import OncePerRank
+
+    torch.distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
+    alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    groups = ProcessGroupCollection(
+        ep=torch.distributed.group.WORLD, expt_tp=alone, tp_ep=torch.distributed.group.WORLD
+    )
+    config = SimpleNamespace(moe_permute_fusion=False)
+    dispatcher = OncePerRank(SimpleNamespace(config=config, num_local_experts=2), groups)
+    tokens, chosen, probs = given(rank, routes[rank])
+    sent = dispatcher.dispatch_preprocess(tokens, chosen, probs)
+    arrived, counts, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
+    factors = (torch.arange(2) + 2 * rank + 1).repeat_interleave(counts)
+    summed = dispatcher.combine_preprocess(arrived * (factors * weights)[:, None])
+    out = dispatcher.combine_postprocess(dispatcher.token_combine(summed))
+    (out * above(rank, tokens)).sum().backward()
+    assert tokens.grad is not None
+    assert probs.grad is not None
+    return {"out": out, "tokens": tokens.grad, "probs": probs.grad, "rows": torch.tensor(dispatcher.sent)}
+
+
+def given(rank: int, routes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns tokens [T, 1, 3], the experts [T, 4] that each has chosen, and their weights, of which the first is 0."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randn(len(routes), 1, 3, generator=generator).requires_grad_()
+    chosen = torch.zeros(len(routes), 4, dtype=torch.bool)
+    for token, experts in enumerate(routes):
+        chosen[token, list(experts)] = True
+    probs = torch.rand(len(routes), 4, generator=generator) * chosen
+    probs[0] = 0.0
+    return tokens, chosen, probs.requires_grad_()
+
+
+def above(rank: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient of what comes out."""
+    return torch.randn(tokens.shape, generator=torch.Generator().manual_seed(10 + rank))
+
+
+@pytest.mark.parametrize(
+    ("routes", "rows"),
+    [
+        pytest.param((((0, 1), (1, 2), (3, 0), (2, 3)), ((0, 2), (1, 3))), [[3, 3], [2, 2]], id="both"),
+        # Rank 0 has no token at all.
+        pytest.param((((2, 3), (3, 2)), ((2, 3),)), [[0, 2], [0, 1]], id="one"),
+    ],
+)
+def test_a_token_is_sent_once_to_each_rank_of_its_experts(
+    routes: tuple[tuple[tuple[int, ...], ...], ...], rows: list[list[int]]
+) -> None:
+    found = run_distributed(exchanged, 2, routes)
+    assert [each["rows"].tolist() for each in found] == rows
+    for rank, each in enumerate(found):
+        tokens, chosen, probs = given(rank, routes[rank])
+        factors = torch.tensor([1.0, 2.0, 3.0, 4.0]) * chosen
+        out = tokens * (probs * factors).sum(1)[:, None, None]
+        (out * above(rank, tokens)).sum().backward()
+        torch.testing.assert_close(each["out"], out.detach())
+        torch.testing.assert_close(each["tokens"], tokens.grad)
+        torch.testing.assert_close(each["probs"], probs.grad)

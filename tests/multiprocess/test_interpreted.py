@@ -19,6 +19,7 @@ FILES = {
         "megatron/vocab/interpreted/vocab.py",
         "megatron/model/interpreted/experts/gradients.py",
         "megatron/model/interpreted/experts/operation.py",
+        "megatron/model/interpreted/experts/order.py",
         "megatron/model/interpreted/query_key.py",
         "megatron/model/interpreted/swiglu.py",
         "megatron/packed/interpreted/rows.py",

@@ -83,7 +83,7 @@ def exchanged(rank: int, init_method: str, routes: tuple[tuple[tuple[int, ...], 
     groups = ProcessGroupCollection(
         ep=torch.distributed.group.WORLD, expt_tp=alone, tp_ep=torch.distributed.group.WORLD
     )
-    config = SimpleNamespace(moe_permute_fusion=False)
+    config = SimpleNamespace(moe_permute_fusion=False, moe_router_topk=2)
     dispatcher = OncePerRank(SimpleNamespace(config=config, num_local_experts=2), groups)
     tokens, chosen, probs = given(rank, routes[rank])
     sent = dispatcher.dispatch_preprocess(tokens, chosen, probs)
@@ -94,7 +94,7 @@ def exchanged(rank: int, init_method: str, routes: tuple[tuple[tuple[int, ...], 
     (out * above(rank, tokens)).sum().backward()
     assert tokens.grad is not None
     assert probs.grad is not None
-    return {"out": out, "tokens": tokens.grad, "probs": probs.grad, "rows": torch.tensor(dispatcher.sent)}
+    return {"out": out.detach(), "tokens": tokens.grad, "probs": probs.grad, "rows": torch.tensor(dispatcher.sent)}
 
 
 def given(rank: int, routes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

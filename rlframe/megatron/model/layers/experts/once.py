@@ -11,21 +11,24 @@ all-to-all does.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
-from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
-from megatron.core.transformer.moe.moe_utils import permute, unpermute
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
+from rlframe.megatron.model.layers.experts import order
+
 NOT_CHOSEN = -1.0
-"""Stands for the probability of an expert that a token has not chosen. One that is chosen may have 0."""
+"""Stands for the weight of an expert that a token has not chosen. One that is chosen may have 0."""
 
 
 class OncePerRank(MoETokenDispatcher):
-    """A dispatcher of Megatron's for R ranks with L experts each. One micro-batch has T tokens here and C come from all
-    ranks, each to at least one expert.
+    """A dispatcher of Megatron's for R ranks with L experts each. A micro-batch has T tokens here. S rows go to ranks,
+    C come from ranks, and P are computed here, one for each of their experts.
 
-    Megatron calls its methods in the order in which they stand here.
+    Megatron calls its methods in the order in which they stand here. What they leave for one another is of the pass of
+    one layer.
     """
 
     def __init__(self, own: Any, groups: Any) -> None:
@@ -37,14 +40,14 @@ class OncePerRank(MoETokenDispatcher):
         """
         super().__init__(config=own.config, pg_collection=groups)
         self.num_local_experts: int = own.num_local_experts
-        self.fused: bool = own.config.moe_permute_fusion
-        self.rank: int = self.ep_group.rank()
+        self.most: int = min(own.config.moe_router_topk, self.ep_size)
+        """Ranks that one token can go to."""
+        self.order: Any = implementation(own.config.moe_permute_fusion)
 
     def dispatch_preprocess(
         self, hidden_states: Float[Tensor, "*T H"], routing_map: Bool[Tensor, "T E"], probs: Float[Tensor, "T E"]
     ) -> tuple[Float[Tensor, "S H"], Float[Tensor, "S L"]]:
-        """Returns the S rows that are sent, those for the first rank first: tokens, and the probabilities of their
-        experts on that rank.
+        """Returns the rows that are sent, those for the first rank first: tokens, and weights of the rank's experts.
 
         Args:
             hidden_states: [..., H] tokens.
@@ -53,58 +56,83 @@ class OncePerRank(MoETokenDispatcher):
         """
         self.shape, experts = hidden_states.shape, self.num_local_experts
         tokens = hidden_states.view(-1, self.shape[-1])
-        self.before = tokens.shape
-        self.receivers = routing_map.view(-1, self.ep_size, experts).any(2)
-        self.sent, self.received, self.counts = self.exchanged(routing_map)
-        rows = sum(self.sent)
-        sent, _, self.places, *_ = permute(tokens, self.receivers, num_out_tokens=rows, fused=self.fused)
-        marked = probs.masked_fill(~routing_map, NOT_CHOSEN).view(-1, self.ep_size, experts)
-        # Row r * T + t is token t for rank r, so that one column picks them in the order of the tokens above.
-        by_rank = marked.transpose(0, 1).reshape(-1, experts)
-        picked = self.receivers.T.reshape(-1, 1)
-        weights, *_ = permute(by_rank, picked, num_out_tokens=rows, fused=self.fused)
-        return sent, weights
-
-    def exchanged(self, routing_map: Bool[Tensor, "T E"]) -> tuple[list[int], list[int], Int[Tensor, " L"]]:
-        """Returns how many rows this rank sends to each rank, how many it receives from each, and [L] the tokens of
-        each of its experts, on the CPU. Waits for the device."""
-        own = torch.cat([self.receivers.sum(0), routing_map.sum(0)])
-        every = gather_from_sequence_parallel_region(own, group=self.ep_group).view(self.ep_size, -1).cpu()
-        rows, tokens = every[:, : self.ep_size], every[:, self.ep_size :]
-        first = self.rank * self.num_local_experts
-        here = tokens[:, first : first + self.num_local_experts].sum(0)
-        return rows[self.rank].tolist(), rows[:, self.rank].tolist(), here
+        receivers = routing_map.view(-1, self.ep_size, experts).any(2)
+        arriving = Numbers(receivers, routing_map, self.ep_group)
+        self.places, room = order.places(receivers), len(tokens) * self.most
+        rows, _ = self.order.spread(tokens, None, self.places, room)
+        marked = torch.where(routing_map, probs, NOT_CHOSEN).view(-1, experts)
+        weights, _ = self.order.spread(marked, None, self.places.T.reshape(1, -1), room)
+        # Not before: the device copies while the host waits for the numbers.
+        self.sent, self.received, self.counts = arriving.wait(self.num_local_experts)
+        return rows, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the tokens [C, H] that come from all ranks, and probabilities [C, L]."""
-        tokens = all_to_all(self.ep_group, hidden_states, self.received, self.sent)
-        return tokens, all_to_all(self.ep_group, probs, self.received, self.sent)
+        """Returns the tokens [C, H] that come from all ranks, and weights [C, L]."""
+        numbers = (self.ep_group, self.sent, self.received)
+        return Exchanged.apply(hidden_states, *numbers), Exchanged.apply(probs, *numbers)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns tokens [P, H] by expert, how many [L] each has, and the probability [P] of each."""
-        self.chosen, self.arrived = probs >= 0, hidden_states.shape
-        tokens, weights, self.places_here, *_ = permute(
-            hidden_states,
-            self.chosen,
-            probs=probs.clamp(min=0),
-            num_out_tokens=int(self.counts.sum()),
-            fused=self.fused,
-        )
-        return tokens, self.counts, weights
+        """Returns tokens [P, H] by expert, how many [L] each has, and the weight [P] of each."""
+        self.places_here = order.places(probs.detach() >= 0)
+        rows, weights = self.order.spread(hidden_states, probs, self.places_here, int(self.counts.sum()))
+        return rows, self.counts, weights
 
     def combine_preprocess(self, hidden_states: Float[Tensor, "P H"]) -> Float[Tensor, "C H"]:
         """Returns the sum [C, H] of what this rank's experts give for each token."""
-        return unpermute(
-            hidden_states, self.places_here, restore_shape=self.arrived, routing_map=self.chosen, fused=self.fused
-        )
+        return self.order.gathered(hidden_states, self.places_here)
 
     def token_combine(self, hidden_states: Float[Tensor, "C H"]) -> Float[Tensor, "S H"]:
         """Returns the sums [S, H] of all ranks for this rank's tokens."""
-        return all_to_all(self.ep_group, hidden_states, self.sent, self.received)
+        return Exchanged.apply(hidden_states, self.ep_group, self.received, self.sent)
 
     def combine_postprocess(self, hidden_states: Float[Tensor, "S H"]) -> Float[Tensor, "*T H"]:
         """Returns the sum [..., H] of all experts for each token."""
-        whole = unpermute(
-            hidden_states, self.places, restore_shape=self.before, routing_map=self.receivers, fused=self.fused
-        )
-        return whole.view(self.shape)
+        return self.order.gathered(hidden_states, self.places).view(self.shape)
+
+
+class Numbers:
+    """Numbers of rows that ranks send one another, on their way to the host."""
+
+    def __init__(self, receivers: Bool[Tensor, "T R"], routing_map: Bool[Tensor, "T E"], group: Any) -> None:
+        own = torch.cat([receivers.sum(0), routing_map.sum(0)])
+        every = gather_from_sequence_parallel_region(own, group=group)
+        self.rank, self.ranks = group.rank(), group.size()
+        self.every = every.view(self.ranks, -1).to("cpu", non_blocking=True)
+        self.event = torch.cuda.current_stream().record_event() if own.is_cuda else None
+
+    def wait(self, experts: int) -> tuple[list[int], list[int], Int[Tensor, " L"]]:
+        """Returns how many rows this rank sends to each rank, how many it receives from each, and [L] the tokens of
+        each of its experts."""
+        if self.event:
+            self.event.synchronize()
+        rows, tokens = self.every[:, : self.ranks], self.every[:, self.ranks :]
+        here = tokens[:, self.rank * experts : (self.rank + 1) * experts].sum(0)
+        return rows[self.rank].tolist(), rows[:, self.rank].tolist(), here
+
+
+class Exchanged(torch.autograd.Function):
+    """All-to-all of the first rows of a buffer, those for each rank behind one another."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Float[Tensor, "N F"], group: Any, sent: list[int], received: list[int]) -> Tensor:
+        """Returns the rows that come from each rank."""
+        ctx.group, ctx.sent, ctx.received, ctx.room = group, sent, received, len(rows)
+        out = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(out, rows[: sum(sent)], received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None, None, None]:
+        """Returns the gradients of the rows. Of those that were not sent it has no value, and nobody reads it."""
+        gradient = above.new_empty(ctx.room, above.shape[1])
+        dist.all_to_all_single(gradient[: sum(ctx.sent)], above.contiguous(), ctx.sent, ctx.received, group=ctx.group)
+        return gradient, None, None, None
+
+
+def implementation(by_kernels: bool) -> Any:
+    """Returns the module whose `spread` and `gathered` are to be used."""
+    if not by_kernels:
+        return order
+    from rlframe.megatron.model.layers.experts import order_kernels  # noqa: PLC0415 - needs Triton
+
+    return order_kernels

@@ -9,8 +9,10 @@ from torch import Tensor
 from rlframe.megatron.memory.pinned import copied
 
 CHUNK_ELEMENTS = 1 << 24
-"""Number of elements exchanged at once. The extra device memory of a swap is this much, independent of the model's
-size."""
+"""Number of elements exchanged at once. The extra device memory of a swap is PARTS times this much, independent of the
+model's size."""
+PARTS = 2
+"""Parts of a GPU's weights that are on their way at once: while one leaves, the next arrives."""
 
 
 class ReferenceWeights:
@@ -62,8 +64,39 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for live, kept in zip(self.live, self.kept, strict=True):
-            for here, there in zip(live.split(CHUNK_ELEMENTS), kept.split(CHUNK_ELEMENTS), strict=True):
-                carried = here.clone()
-                here.copy_(there)
-                there.copy_(carried)
+        pairs = [
+            part
+            for live, kept in zip(self.live, self.kept, strict=True)
+            for part in zip(live.split(CHUNK_ELEMENTS), kept.split(CHUNK_ELEMENTS), strict=True)
+        ]
+        if pairs and pairs[0][0].is_cuda:
+            exchange_both_ways(pairs)
+            return
+        for here, there in pairs:
+            carried = here.clone()
+            here.copy_(there)
+            there.copy_(carried)
+
+
+def exchange_both_ways(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Exchanges parts on a GPU with parts in pinned host memory. A link carries as much in either direction, whatever
+    goes in the other. Returns when the host has its parts."""
+    arriving, leaving = torch.cuda.Stream(), torch.cuda.Stream()
+    arriving.wait_stream(torch.cuda.current_stream())
+    longest = max(here.nbytes for here, _ in pairs)
+    buffers = [torch.empty(longest, dtype=torch.uint8, device=pairs[0][0].device) for _ in range(PARTS)]
+    left: list[torch.cuda.Event] = []
+    for index, (here, there) in enumerate(pairs):
+        buffer = buffers[index % PARTS][: here.nbytes].view(here.dtype)
+        with torch.cuda.stream(arriving):
+            if index >= PARTS:
+                arriving.wait_event(left[index - PARTS])
+            buffer.copy_(here)
+            here.copy_(there, non_blocking=True)
+            arrived = arriving.record_event()
+        with torch.cuda.stream(leaving):
+            leaving.wait_event(arrived)
+            there.copy_(buffer, non_blocking=True)
+            left.append(leaving.record_event())
+    torch.cuda.current_stream().wait_stream(arriving)
+    leaving.synchronize()

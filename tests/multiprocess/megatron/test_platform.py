@@ -216,6 +216,7 @@ def scenario(rank: int, folder: pathlib.Path) -> None:
     """Two optimizer steps of a small mixture of experts with full recomputation, and a checkpoint between them; and a
     model with latent attention."""
     from rlframe.algorithms.sft import Sft, SftConfig
+    from rlframe.megatron.config.options import MoeConfig
     from rlframe.megatron.config.train import Dtype, Recompute, TrainConfig
     from rlframe.megatron.messages.microbatch import split
     from rlframe.megatron.model import model
@@ -227,7 +228,10 @@ def scenario(rank: int, folder: pathlib.Path) -> None:
     setup = TrainerSetup(
         rank=rank, init_method=f"file://{folder}/rendezvous", device=torch.device("cpu"),
         model=ModelConfig(path="qwen3_moe_tiny", random_init=True),
-        train=TrainConfig(parallel=LAYOUT, dtype=Dtype.BFLOAT16, recompute=Recompute.FULL),
+        # Tokens by Megatron's own dispatcher, which needs the more.
+        train=TrainConfig(
+            parallel=LAYOUT, dtype=Dtype.BFLOAT16, recompute=Recompute.FULL, moe=MoeConfig(send_once=False)
+        ),
         seed=0, temperature=1.0, total_optimizer_steps=2, timeout_s=TIMEOUT_S, with_reference=False,
     )  # fmt: skip
     trainer = Trainer(setup)

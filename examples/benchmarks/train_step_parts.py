@@ -19,12 +19,12 @@ GROUPS = (
     ("loss", r"^_statistics|^_gradient$"),
     ("attention", r"sdpa|fmha|flash|attention|fused_attn"),
     ("gated delta net", r"delta|wy_repr|recompute_w_u|causal_conv1d|cumsum_scalar|chunk_(fwd|bwd)|l2norm|norm_gated"),
-    ("optimizer", r"[aA]dam|multi_tensor|foreach"),
+    ("optimizer", r"^update$|^squares$|[aA]dam|multi_tensor|foreach"),
     ("norms", r"norm_(fwd|bwd)|rmsnorm|layernorm|rms_norm|Norm"),
     ("rotary", r"rope|rotary|Rotary"),
     ("activation", r"swiglu|silu|sigmoid"),
-    ("experts' order", r"permut|sort|topk|row_id|scatter|gather|index"),
-    ("matrix products", r"gemm|nvjet|cutlass|xmma|cublas|wgrad|dgrad|addmm|::mm|bmm|matmul|linear"),
+    ("experts' order", r"^_copy$|^_sum$|permut|sort|topk|row_id|scatter|gather|index"),
+    ("matrix products", r"^_multiply$|^_add$|gemm|nvjet|cutlass|xmma|cublas|wgrad|dgrad|addmm|::mm|bmm|matmul|linear"),
     ("copies and fills", r"memcpy|memset|copy|fill|zero|cat|clone|_to_copy"),
 )
 """Name of each group and what its kernels' names contain; the first that fits counts."""

@@ -118,15 +118,20 @@ class TurnedHeads(torch.autograd.Function):
 
 
 def turns_of(angles: Tensor, packing: PackedSeqParams, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Returns [T, D / 2] float32 cosine and sine of the angles of this rank's tokens, computed once for a micro-batch.
+    """Returns [T, D / 2] float32 cosine and sine of the angles of this rank's tokens, computed once for a micro-batch
+    and a model: a teacher that sees the same micro-batch has angles of its own.
 
     Args:
         angles: [P, 1, 1, D] angles of each position. Both halves of D are equal.
         packing: bounds of the sequences.
         num_tokens: T.
     """
-    if not hasattr(packing, "turns"):
+    known = packing.__dict__.setdefault("turns", {})
+    # By address, as recomputation brings the same angles in another tensor.
+    key = angles.data_ptr(), angles.shape
+    if key not in known:
         positions = positions_of_rank(packing.cu_seqlens_q, *place_in(sharing(packing)), num_tokens)
         half = angles.flatten(1).chunk(2, -1)[0].float()[positions]
-        packing.turns = half.cos(), half.sin()
-    return packing.turns
+        # With the angles themselves, so that their address is not given to others.
+        known[key] = half.cos(), half.sin(), angles
+    return known[key][:2]

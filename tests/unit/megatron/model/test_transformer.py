@@ -10,8 +10,10 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.megatron.cpu import platform
 from rlframe.megatron.model import transformer
+from rlframe.megatron.model.layers import query_key
 from rlframe.megatron.model.layers.parts import scale_embeddings
-from rlframe.megatron.model.layers.query_key import turns_whole_heads
+from rlframe.megatron.model.layers.query_key import turns_of, turns_whole_heads
+from rlframe.megatron.packed.inputs import packing_of
 from rlframe.models.hub import load_family, read_config
 from tests.contracts.test_model_family import CONFIGS
 from tests.tiny_models import make
@@ -63,3 +65,20 @@ def test_families_whose_positions_and_norms_are_one_kernel(tmp_path: Path) -> No
         found |= {name} if turns_whole_heads(architecture, tp=1) else set()
         assert not turns_whole_heads(architecture, tp=architecture.num_kv_heads + 1)
     assert found == WHOLE_HEADS
+
+
+def test_a_teacher_has_angles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another head, or another base, on the micro-batch that the policy has seen before."""
+    monkeypatch.setattr(query_key, "place_in", lambda _: (1, 0))
+    monkeypatch.setattr(query_key, "sharing", lambda _: None)
+    packing = packing_of(torch.tensor([0, 3, 5], dtype=torch.int32), padded=False)
+    positions = torch.arange(3.0)[:, None, None, None]
+    # Two models with heads of 4, whose bases differ, and one with heads of 8.
+    models = [positions * torch.full((4,), rate) for rate in (1.0, 0.5)] + [positions * torch.ones(8)]
+    for angles in [*models, *models]:
+        cosine, sine = turns_of(angles, packing, 5)
+        expected = angles.flatten(1)[[0, 1, 2, 0, 1], : angles.shape[-1] // 2]
+        torch.testing.assert_close(cosine, expected.cos())
+        torch.testing.assert_close(sine, expected.sin())
+    # Recomputation brings the same angles in another tensor.
+    assert turns_of(models[0].detach(), packing, 5)[0] is turns_of(models[0], packing, 5)[0]

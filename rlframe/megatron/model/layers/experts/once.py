@@ -61,7 +61,7 @@ class OncePerRank(MoETokenDispatcher):
         self.places, room = order.places(receivers), len(tokens) * self.most
         rows, _ = self.order.spread(tokens, None, self.places, room)
         marked = torch.where(routing_map, probs, NOT_CHOSEN).view(-1, experts)
-        weights, _ = self.order.spread(marked, None, self.places.T.reshape(1, -1), room)
+        weights, _ = self.order.spread(marked, None, self.places.view(-1, 1), room)
         # Not before: the device copies while the host waits for the numbers.
         self.sent, self.received, self.counts = arriving.wait(self.num_local_experts)
         return rows, weights

@@ -67,59 +67,72 @@ def gathered(rows: Tensor, places: Tensor) -> Tensor:
 
 def copied(rows: Tensor, weights: Tensor | None, places: Tensor, room: int) -> tuple[Tensor, Tensor | None]:
     """Returns rows [room, F] and weights [room] of `order.spread`."""
-    (choices, count), width = places.shape, rows.shape[1]
-    out = rows.new_empty(room, width)
+    out = rows.new_empty(room, rows.shape[1])
     of_out = None if weights is None else weights.new_empty(room)
-    if count:
-        block = min(WIDEST, triton.next_power_of_2(width))
-        _copy[(count, triton.cdiv(width, block))](
-            rows, rows if weights is None else weights.contiguous(), places, out, out if of_out is None else of_out,
-            count, choices, width, IS_WEIGHTED=weights is not None, BLOCK=block,
-        )  # fmt: skip
+    if len(places):
+        launch(_copy, rows, weights, places, out, of_out)
     return out, of_out
 
 
 def summed(rows: Tensor, weights: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns [T, F] the sum of the rows at each token's places, and [T, E] the weight at each place, 0 without one."""
-    (choices, count), width = places.shape, rows.shape[1]
-    out = rows.new_empty(count, width)
-    of_out = None if weights is None else weights.new_empty(count, choices)
-    if count:
-        block = min(WIDEST, triton.next_power_of_2(width))
-        _sum[(count, triton.cdiv(width, block))](
-            rows, rows if weights is None else weights.contiguous(), places, out, out if of_out is None else of_out,
-            count, choices, width, IS_WEIGHTED=weights is not None, BLOCK=block,
-        )  # fmt: skip
+    out = rows.new_empty(len(places), rows.shape[1])
+    of_out = None if weights is None else weights.new_empty(places.shape)
+    if len(places):
+        launch(_sum, rows, weights, places, out, of_out)
     return out, of_out
 
 
-@triton.jit(do_not_specialize=["count"])
-def _copy(rows, weights, places, out, of_out, count, choices, width, IS_WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def launch(
+    kernel: Any, rows: Tensor, weights: Tensor | None, places: Tensor, out: Tensor, of_out: Tensor | None
+) -> None:
+    """Runs a kernel, one program for a token and some columns."""
+    (count, choices), width = places.shape, rows.shape[1]
+    block = min(WIDEST, triton.next_power_of_2(width))
+    kernel[(count, triton.cdiv(width, block))](
+        rows, rows if weights is None else weights.contiguous(), places, out, out if of_out is None else of_out,
+        choices, width, IS_WEIGHTED=weights is not None, CHOICES=triton.next_power_of_2(choices), BLOCK=block,
+    )  # fmt: skip
+
+
+@triton.jit
+def _copy(
+    rows, weights, places, out, of_out, choices, width, IS_WEIGHTED: tl.constexpr, CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copies a part of a token's row to all its places."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    col = part * BLOCK + tl.arange(0, BLOCK)
+    choice, col = tl.arange(0, CHOICES), part * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(places + token * choices + choice, mask=choice < choices, other=-1)
+    if IS_WEIGHTED:
+        if part == 0:
+            weight = tl.load(weights + token * choices + choice, mask=own >= 0, other=0.0)
+            tl.store(of_out + own, weight, mask=own >= 0)
     row = tl.load(rows + token * width + col, mask=col < width, other=0.0)
-    for choice in range(choices):
-        place = tl.load(places + choice * count + token).to(tl.int64)
-        if place >= 0:
-            tl.store(out + place * width + col, row, mask=col < width)
-            if IS_WEIGHTED:
-                if part == 0:
-                    tl.store(of_out + place, tl.load(weights + token * choices + choice))
+    place = tl.full((), -1, tl.int32)
+    for _ in range(tl.sum((own >= 0).to(tl.int32), 0)):
+        # The next greater one: a token has few, of many that it might have.
+        place = tl.min(tl.where(own > place, own, 2147483647), 0)
+        tl.store(out + place.to(tl.int64) * width + col, row, mask=col < width)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _sum(rows, weights, places, out, of_out, count, choices, width, IS_WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _sum(
+    rows, weights, places, out, of_out, choices, width, IS_WEIGHTED: tl.constexpr, CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sums a part of the rows at a token's places."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    col = part * BLOCK + tl.arange(0, BLOCK)
+    choice, col = tl.arange(0, CHOICES), part * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(places + token * choices + choice, mask=choice < choices, other=-1)
+    if IS_WEIGHTED:
+        if part == 0:
+            weight = tl.load(weights + own, mask=own >= 0, other=0.0)
+            tl.store(of_out + token * choices + choice, weight, mask=choice < choices)
     sums = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(choices):
-        place = tl.load(places + choice * count + token).to(tl.int64)
-        if place >= 0:
-            sums += tl.load(rows + place * width + col, mask=col < width, other=0.0).to(tl.float32)
-        if IS_WEIGHTED:
-            if part == 0:
-                weight = tl.load(weights + place, mask=place >= 0, other=0.0)
-                tl.store(of_out + token * choices + choice, weight)
+    place = tl.full((), -1, tl.int32)
+    for _ in range(tl.sum((own >= 0).to(tl.int32), 0)):
+        place = tl.min(tl.where(own > place, own, 2147483647), 0)
+        row = tl.load(rows + place.to(tl.int64) * width + col, mask=col < width, other=0.0)
+        sums += row.to(tl.float32)
     tl.store(out + token * width + col, sums.to(out.dtype.element_ty), mask=col < width)

@@ -52,7 +52,7 @@ def test_kernels_do_what_torch_does(room: int) -> None:
 def test_a_row_has_its_own_place() -> None:
     """Places of one column may be in any order."""
     rows = drawn()[0].detach()
-    places = torch.tensor([[3, -1, 0, 4, 2, -1, 1]], dtype=torch.int32)
+    places = torch.tensor([3, -1, 0, 4, 2, -1, 1], dtype=torch.int32)[:, None]
     for module in (order, order_kernels):
         out, weights = module.spread(rows, None, places, 5)
         torch.testing.assert_close(out, rows[[2, 6, 4, 0, 3]])
@@ -62,10 +62,10 @@ def test_a_row_has_its_own_place() -> None:
 def test_sums_are_float32_inside() -> None:
     """In float16 4,096 and three times 1 would stay 4,096."""
     rows = torch.tensor([[4096.0], [1.0], [1.0], [2.0]]).half()
-    places = torch.arange(4, dtype=torch.int32)[:, None]
+    places = torch.arange(4, dtype=torch.int32)[None]
     assert order_kernels.gathered(rows, places).item() == 4100
 
 
 def test_the_first_choice_comes_first() -> None:
     chosen = torch.tensor([[True, False], [True, True], [False, True]])
-    assert order.places(chosen).tolist() == [[0, 1, -1], [-1, 2, 3]]
+    assert order.places(chosen).tolist() == [[0, -1], [1, 2], [-1, 3]]

@@ -43,6 +43,7 @@ CALIBRATED = {
     "train_step_qwen3_30b_a3b_cut_cutlass",
     "train_step_qwen3_30b_a3b_cut_products",
     "train_step_qwen3_30b_a3b_ep2_cutlass",
+    "train_step_qwen3_30b_a3b_ep2_once",
 }
 """Files from which a constant was taken, of memory or of seconds."""
 OUTSIDE_TORCH = ("CUDA's context", "NCCL's buffers")
@@ -175,8 +176,9 @@ def settings(name: str, outcome: Mapping[str, Any]) -> TrainConfig:
     if "cutlass_experts" not in values["kernels"]:
         # Before the setting existed, CUTLASS was chosen by an environment variable.
         values["kernels"] = values["kernels"] | {"cutlass_experts": name.endswith("_cutlass")}
-    # Before these existed, Transformer Engine did what they do.
+    # Before these existed, Transformer Engine and Megatron did what they do.
     values["kernels"] = {"expert_products": False, "optimizer_fusion": False} | values["kernels"]
+    values["moe"] = {"send_once": False} | values["moe"]
     return build(TrainConfig, values)
 
 

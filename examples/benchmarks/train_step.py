@@ -170,7 +170,7 @@ CASES = {
     ),
     "qwen3_30b_a3b_cut": Case(model="qwen3_30b_a3b", num_layers=12, train=bf16_moments()),
     "qwen3_30b_a3b_ep2": Case(
-        model="qwen3_30b_a3b", num_layers=24, train=bf16_moments(**block(14), parallel="d2|ffn:d1t1e2")
+        model="qwen3_30b_a3b", num_layers=24, train=bf16_moments(**block(8), parallel="d2|ffn:d1t1e2")
     ),
     "qwen3_30b_a3b_ep4": Case(model="qwen3_30b_a3b", train=bf16_moments(**block(40), parallel="d4|ffn:d1t1e4")),
     # Whole intervals of three gated delta nets and one attention layer.

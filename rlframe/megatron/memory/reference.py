@@ -79,8 +79,8 @@ class ReferenceWeights:
 
 
 def exchange_both_ways(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Exchanges parts on a GPU with parts in pinned host memory. A link carries as much in either direction, whatever
-    goes in the other. Returns when the host has its parts."""
+    """Copies parts on a GPU into parts in pinned host memory, and these into those. A link carries as much in either
+    direction, whatever goes in the other. Returns when the host has its parts."""
     arriving, leaving = torch.cuda.Stream(), torch.cuda.Stream()
     arriving.wait_stream(torch.cuda.current_stream())
     longest = max(here.nbytes for here, _ in pairs)

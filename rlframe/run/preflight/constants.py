@@ -54,6 +54,8 @@ SORTING_PASSES = 18.0
 """Times that sorting moves the bytes of the experts' inputs, forward and backward: qwen3_30b_a3b_cut_cutlass, 54 ms."""
 SORTING_PASSES_ALONE = 7.4
 """The same where all experts are on one rank: qwen3_30b_a3b_cut_products, 22 ms."""
+SORTING_PASSES_ONCE = 9.4
+"""The same where tokens are sent once to each rank: qwen3_30b_a3b_ep2_once_slow_host, 63 ms."""
 OPTIMIZER_BANDWIDTH = 0.75
 """AdamW and the gradient norm over the memory's speed, with train.kernels.optimizer_fusion: qwen3_30b_a3b_cut_products,
 47 ms."""
@@ -71,14 +73,17 @@ LAUNCHES_PER_EXPERT = 1.5
 """Kernels for each expert of a rank, with train.kernels.cutlass_experts: qwen3_30b_a3b_cut_cutlass."""
 LAUNCHES_PER_EXPERT_SINGLY = 6.2
 """The same without it: qwen3_30b_a3b_cut."""
-REFERENCE_BANDWIDTH = 22e9
-"""Bytes a second at which a rank exchanges its weights with the reference's in host memory, pinned: dpo_4b, 0.74 s for
-twice 8.04 GB."""
+REFERENCE_BANDWIDTH = 50e9
+"""Bytes a second, in each direction, at which a rank exchanges its weights with the reference's in host memory, pinned:
+dpo of loops_1p7b_h200, 0.13 s for twice 3.44 GB."""
 HOST_BANDWIDTH = 55e9
 """Bytes a second between pinned host memory and a device: copies measured on H200."""
 COLLECTIVE_EFFICIENCY = 0.52
 """All-to-all of tokens over the speed of a link, waits for the slowest rank included: qwen3_30b_a3b_ep2_cutlass, 325 ms
 for 66.5 GB."""
+ONCE_EFFICIENCY = 0.24
+"""The same of tokens that are sent once to each rank, in shorter messages: qwen3_30b_a3b_ep2_once, 159 ms for 15.4
+GB."""
 DECODE_EFFICIENCY = 0.65
 """Weights and caches read for a decode step over the memory's speed: vLLM in engines_qwen3_4b."""
 DECODE_LAYER_S = 54e-6

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rlframe.megatron.config.mtp import MtpConfig
 from rlframe.megatron.config.optimizer import OptimizerName
-from rlframe.megatron.config.options import ContextCommunication, Fp8Recipe
+from rlframe.megatron.config.options import ContextCommunication, Dispatcher, Fp8Recipe
 from rlframe.models.families.base import Architecture
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.preflight import activations, constants
@@ -211,8 +211,28 @@ class TrainerSeconds:
         shape, parallel = self.memory.architecture, self.memory.parallel
         inputs = shape.experts_per_token * shape.hidden_size * self.memory.itemsize
         alone = parallel.ep * parallel.etp == 1
-        passes = constants.SORTING_PASSES_ALONE if alone else constants.SORTING_PASSES
-        return share * inputs * passes / self.speeds.memory
+        apart = constants.SORTING_PASSES_ONCE if self._sends_once else constants.SORTING_PASSES
+        return share * inputs * (constants.SORTING_PASSES_ALONE if alone else apart) / self.speeds.memory
+
+    @property
+    def _sends_once(self) -> bool:
+        """Returns whether a token goes once to each rank that has experts of its."""
+        moe, parallel = self.memory.train.moe, self.memory.parallel
+        is_quantized = self.memory.train.fp8.recipe is not Fp8Recipe.OFF
+        return moe.send_once and moe.dispatcher is Dispatcher.ALLTOALL and parallel.etp == 1 and not is_quantized
+
+    def _to_experts(self, share: float) -> float:
+        """Returns the bytes that a layer of experts sends to other ranks and gets back, over the part of a link's speed
+        that its messages reach."""
+        shape, parallel = self.memory.architecture, self.memory.parallel
+        hidden, ranks = shape.hidden_size * self.memory.itemsize, parallel.ep * parallel.etp
+        if not self._sends_once:
+            moved = 2 * shape.experts_per_token * hidden * share * (ranks - 1) / ranks
+            return moved / constants.COLLECTIVE_EFFICIENCY
+        # Other ranks that have at least one of a token's experts, which are drawn evenly.
+        receivers = (ranks - 1) * (1 - (1 - 1 / ranks) ** shape.experts_per_token)
+        weights = shape.num_experts / ranks * activations.FLOAT32
+        return receivers * (2 * hidden + weights) * share / constants.ONCE_EFFICIENCY
 
     def _from_host(self, stage: StageWeights, *, backward: bool) -> float:
         """Returns the seconds in which the inputs of layers come back from host memory. The way there is hidden."""
@@ -229,8 +249,6 @@ class TrainerSeconds:
         # times counts backward twice, but messages go the same way back once: 3 becomes 2.
         rounds = times if times < 2 else times - 1
         layers, states = len(stage), sum(shape.has_gated_delta_net(layer) for layer in stage)
-        ranks = parallel.ep * parallel.etp
-        to_experts = 2 * shape.experts_per_token * hidden * share * (ranks - 1) / ranks * sparse
         around = 4 * hidden * share * (parallel.tp - 1) * (layers - sparse / 2)
         keys = 2 * shape.num_kv_heads * shape.head_dim * size * share * (parallel.cp - 1) * (layers - states)
         if memory.train.context_parallel.communication is ContextCommunication.A2A:
@@ -242,8 +260,8 @@ class TrainerSeconds:
             heads = net.num_key_heads * net.projected + net.num_value_heads * net.value_head_dim
             keys += heads * size * share * (parallel.cp - 1) / parallel.cp * states
         stages = 2 * hidden * share if parallel.pp > 1 else 0.0
-        moved = to_experts / link + (around + keys + stages) / self.speeds.peer
-        return moved * rounds / constants.COLLECTIVE_EFFICIENCY
+        others = (around + keys + stages) / (self.speeds.peer * constants.COLLECTIVE_EFFICIENCY)
+        return rounds * (self._to_experts(share) * sparse / link + others)
 
     def _launches(self, layers: int, sparse: int, again: float, *, backward: bool) -> float:
         whole = constants.LAUNCHES_PER_LAYER * (layers - sparse) + constants.LAUNCHES_PER_MOE_LAYER * sparse

@@ -138,6 +138,32 @@ MUTATIONS: list[Mutation] = [
         ("tokens of one rank are sorted twice", "dispatcher.ep_size * dispatcher.tp_size == 1", "False"),
     ),
     *faults(
+        "rlframe/megatron/model/layers/experts/once.py",
+        "tests/multiprocess/megatron/test_dispatch.py",
+        ("an expert with a weight of 0 is not chosen", "probs.detach() >= 0", "probs.detach() > 0"),
+        ("tokens of this rank alone are counted", "experts].sum(0)", "experts][self.rank]"),
+        ("a token goes to the first rank only", ".any(2)", ".any(2).cumsum(1) == 1"),
+    ),
+    *faults(
+        "rlframe/megatron/model/layers/experts/order_kernels.py",
+        INTERPRETED,
+        (
+            "a row is copied to its first place only",
+            "tl.where(own > place, own, 2147483647), 0)\n        tl.store(",
+            "tl.where(own >= 0, own, 2147483647), 0)\n        tl.store(",
+        ),
+        (
+            "a place without a choice has a weight",
+            "mask=own >= 0, other=0.0)\n            tl.store(of_out + token",
+            "other=1.0)\n            tl.store(of_out + token",
+        ),
+    ),
+    *faults(
+        "rlframe/megatron/model/layers/query_key.py",
+        "tests/unit/megatron/model/test_transformer.py",
+        ("a teacher has the policy's angles", "key = angles.data_ptr(), angles.shape", "key = 0"),
+    ),
+    *faults(
         "rlframe/megatron/model/layers/experts/gradients.py",
         INTERPRETED,
         (

@@ -98,7 +98,8 @@ def exchanged(rank: int, init_method: str, routes: tuple[tuple[tuple[int, ...], 
 
 
 def given(rank: int, routes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns tokens [T, 1, 3], the experts [T, 4] that each has chosen, and their weights, of which the first is 0."""
+    """Returns tokens [T, 1, 3], the experts [T, 4] that each has chosen, and their weights. Those of the first token
+    are 0, and of rank 0's last not a number."""
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randn(len(routes), 1, 3, generator=generator).requires_grad_()
     chosen = torch.zeros(len(routes), 4, dtype=torch.bool)
@@ -106,6 +107,8 @@ def given(rank: int, routes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor,
         chosen[token, list(experts)] = True
     probs = torch.rand(len(routes), 4, generator=generator) * chosen
     probs[0] = 0.0
+    if rank == 0:
+        probs[-1] = torch.where(chosen[-1], torch.nan, 0.0)
     return tokens, chosen, probs.requires_grad_()
 
 
@@ -132,6 +135,6 @@ def test_a_token_is_sent_once_to_each_rank_of_its_experts(
         factors = torch.tensor([1.0, 2.0, 3.0, 4.0]) * chosen
         out = tokens * (probs * factors).sum(1)[:, None, None]
         (out * above(rank, tokens)).sum().backward()
-        torch.testing.assert_close(each["out"], out.detach())
-        torch.testing.assert_close(each["tokens"], tokens.grad)
+        torch.testing.assert_close(each["out"], out.detach(), equal_nan=True)
+        torch.testing.assert_close(each["tokens"], tokens.grad, equal_nan=True)
         torch.testing.assert_close(each["probs"], probs.grad)

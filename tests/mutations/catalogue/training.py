@@ -140,7 +140,8 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/megatron/model/layers/experts/once.py",
         "tests/multiprocess/megatron/test_dispatch.py",
-        ("an expert with a weight of 0 is not chosen", "probs.detach() >= 0", "probs.detach() > 0"),
+        ("an expert with a weight of 0 is not chosen", "probs.detach() != NOT_CHOSEN", "probs.detach() > 0"),
+        ("a weight that is not a number is left out", "probs.detach() != NOT_CHOSEN", "probs.detach() >= 0"),
         ("tokens of this rank alone are counted", "experts].sum(0)", "experts][self.rank]"),
         ("a token goes to the first rank only", ".any(2)", ".any(2).cumsum(1) == 1"),
     ),

@@ -2,10 +2,10 @@
 
 Megatron-Core's dispatcher `alltoall` (0.16 to 0.19) sends a token once for each of its experts, and sorts what came
 from all ranks by expert, there and back. Of eight experts of a token on two ranks, four copies go to the other one.
-Here one does, with the probabilities of its experts there. That rank sorts tokens by expert, once, and sends back the
-sum of what they give. For 24 layers of Qwen3-30B-A3B on two GPUs copies and second sorts took 400 of 1,536 ms of
-kernels. DeepEP (the dispatcher `flex`) does so too, with kernels of its own. This file can go when Megatron's
-all-to-all does.
+Here one does, with the weights of its experts there. That rank sorts tokens by expert, once, and sends back the sum of
+what they give, rounded to the tokens' number format. For 24 layers of Qwen3-30B-A3B on two GPUs copies and second sorts
+took 400 of 1,536 ms of kernels. DeepEP (the dispatcher `flex`) does so too, with kernels of its own. This file can go
+when Megatron's all-to-all does.
 """
 
 from typing import Any
@@ -73,7 +73,8 @@ class OncePerRank(MoETokenDispatcher):
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns tokens [P, H] by expert, how many [L] each has, and the weight [P] of each."""
-        self.places_here = order.places(probs.detach() >= 0)
+        # A weight that is not a number is one that was chosen, and shows in the output.
+        self.places_here = order.places(probs.detach() != NOT_CHOSEN)
         rows, weights = self.order.spread(hidden_states, probs, self.places_here, int(self.counts.sum()))
         return rows, self.counts, weights
 

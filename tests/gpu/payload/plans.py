@@ -93,18 +93,18 @@ DENSE = (
 )
 PLANS: dict[str, list[Phase]] = {
     "kernels": [{"0": [TRAINING, ROLLOUT, *KERNELS]}],
-    # 1,000 seconds on a slow host: a mixture on two GPUs with fewer recomputed layers, and what was cut off.
+    # 1,000 seconds on a slow host: a mixture on two GPUs, a teacher with heads of its own, and what was cut off.
     "experts": [
-        {"0,1": [benchmark("ep2", "train_step.py qwen3_30b_a3b_ep2 --profile --set recompute_options.layers=8", 200)]},
+        {"0,1": [benchmark("ep2", "train_step.py qwen3_30b_a3b_ep2 --profile", 140)]},
+        {"0,1": [tests("teachers", "tests/gpu/test_loops_cuda.py -k gkd", 240)]},
         {
-            "0": [benchmark("gkd", f"loops.py gkd_in_ranks reranker {LOOPS}", 400)],
+            "0": [benchmark("offline", f"loops.py pretrain classification {LOOPS}", 200)],
             "1": [
-                tests("experts", "tests/gpu/test_experts_cuda.py", 60),
-                tests("loops", "tests/gpu/test_loops_cuda.py", 400),
-                tests("options", "tests/gpu/test_training_options_cuda.py -k 'eight_bit or losses'", 300),
+                benchmark(
+                    "checkpoint", "checkpoint_speed.py qwen3_1p7b --folder /tmp/disk --sequences 16 --rounds 1", 300
+                )
             ],
         },
-        {"0,1": [benchmark("teachers", f"loops.py gkd_own_ranks gkd_engine {LOOPS}", 400)]},
     ],
     "equal": [
         {

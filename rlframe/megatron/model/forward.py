@@ -55,7 +55,7 @@ def policy_output(
     head: ChunkedHead | None = None,
 ) -> PolicyOutput:
     """Returns logprob and entropy of each token of the micro-batch, from this rank's logits [1, T_padded / cp,
-    V_local].
+    V_local]; 0 of tokens whose logits were not computed.
 
     Args:
         head: computes them from the states that the model returned in place of logits, see `ChunkedHead`.
@@ -70,7 +70,7 @@ def policy_output(
             batch,
             inputs,
         )
-    following = inputs.following(batch.token_ids)
+    following = inputs.targets(batch.token_ids)
     settings = {"temperature": temperature, "vocab_size": vocab_size, "group": group}
     if head:
         logprobs, entropy = head.logprobs_and_entropy(logits, following, **settings)
@@ -106,25 +106,25 @@ def divergence_output(
     }
     if divergence.top_k:
         assert batch.teacher_top_ids is not None and batch.teacher_top_logprobs is not None
-        ids, theirs = inputs.following(batch.teacher_top_ids), inputs.following(batch.teacher_top_logprobs)
+        ids, theirs = inputs.targets(batch.teacher_top_ids), inputs.targets(batch.teacher_top_logprobs)
         nats = top_k.divergence(logits.squeeze(0), ids, theirs, rest=divergence.rest, **settings)
     else:
         assert teacher is not None, "refused by config.check"
         # Computed here, without a graph; their memory ends as the gradient of the model's own logits.
-        with torch.no_grad():
+        with torch.no_grad(), picked_rows(teacher, inputs):
             theirs = module_output(teacher.chunks[0], inputs)
         nats = whole_divergence(logits.squeeze(0), theirs.squeeze(0), reuse_teacher=True, **settings)
     return DivergenceOutput(logprobs=policy.logprobs, entropy=policy.entropy, divergence=aligned(nats, batch, inputs))
 
 
 def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
-    """Returns [T, ...] from this rank's [T_padded / cp, ...] values about each token's successor: moved to the token
-    they are about.
+    """Returns [T, ...] from this rank's [T_padded / cp, ...] values about each token's successor, or those of the
+    tokens that are picked: moved to the token they are about.
 
     Values that would move from one sequence into the next land on a first token, and are zeroed. Every context-parallel
     rank gets all of them.
     """
-    whole = inputs.gathered(values, parallel_state.get_context_parallel_group())
+    whole = inputs.gathered(inputs.of_all(values), parallel_state.get_context_parallel_group())
     predicted = torch.ones(batch.num_tokens, *[1] * (whole.dim() - 1), device=values.device)
     # Not by an assignment, which copies the number from host memory and waits for the device to do so.
     predicted.index_fill_(0, torch.cumsum(batch.lengths, 0) - batch.lengths, 0.0)
@@ -170,7 +170,9 @@ def compute_logprobs(model: Model, microbatches: list[Microbatch], *, temperatur
     """Returns [T] nats on the CPU for each micro-batch. Empty on ranks that are not in the last pipeline stage."""
     read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size, head=model.head)
     with deferred_head(model):
-        return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs)
+        return evaluate(
+            model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).logprobs, of_loss=True
+        )
 
 
 def compute_entropies(model: Model, microbatches: list[Microbatch], *, temperature: float) -> list[Tensor]:
@@ -178,7 +180,9 @@ def compute_entropies(model: Model, microbatches: list[Microbatch], *, temperatu
     Empty on ranks that are not in the last pipeline stage."""
     read = partial(policy_output, temperature=temperature, vocab_size=model.architecture.vocab_size, head=model.head)
     with deferred_head(model):
-        return evaluate(model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).entropy)
+        return evaluate(
+            model, microbatches, lambda logits, batch, inputs: read(logits, batch, inputs).entropy, of_loss=True
+        )
 
 
 def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
@@ -208,16 +212,24 @@ def compute_outputs(model: Model, microbatches: list[Microbatch]) -> list[Tensor
 
 
 def evaluate(
-    model: Model, microbatches: list[Microbatch], read: Callable[[Tensor, Sequences, PackedInputs], Tensor]
+    model: Model,
+    microbatches: list[Microbatch],
+    read: Callable[[Tensor, Sequences, PackedInputs], Tensor],
+    *,
+    of_loss: bool = False,
 ) -> list[Tensor]:
-    """Returns the result of `read` for each micro-batch on the last stage, on the CPU, without gradients."""
+    """Returns the result of `read` for each micro-batch on the last stage, on the CPU, without gradients.
+
+    Args:
+        of_loss: see `run`.
+    """
 
     def collect(microbatch: Microbatch, inputs: PackedInputs, output: Tensor, non_loss_data: bool = True) -> Tensor:
         return download(read(output, microbatch.batch, inputs))
 
     set_training(model, False)
     with torch.no_grad():
-        results = run(model, microbatches, collect, forward_only=True)
+        results = run(model, microbatches, collect, forward_only=True, of_loss=of_loss)
     wait(device_of(model))
     return results
 
@@ -256,7 +268,8 @@ def accumulate_gradients(
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     with deferred_head(model, when=algorithm.output is Output.TOKENS):
-        results = run(model, microbatches, loss, forward_only=False, with_mtp=mtp_loss is not None)
+        with_mtp = mtp_loss is not None
+        results = run(model, microbatches, loss, forward_only=False, with_mtp=with_mtp, of_loss=not with_mtp)
     if any(len(each.kept_logprobs) for each in results):
         wait(device_of(model))
     # Ranks of other stages have no results.
@@ -305,12 +318,17 @@ def measure(
 
     set_training(model, False)
     with torch.no_grad(), deferred_head(model, when=algorithm.output is Output.TOKENS):
-        return run(model, microbatches, collect, forward_only=True)
+        return run(model, microbatches, collect, forward_only=True, of_loss=True)
 
 
 def deferred_head(model: Model, *, when: bool = True) -> AbstractContextManager[None]:
     """Returns the context in which `model.head`, if there is one, computes the logits by chunks."""
     return model.head.deferred() if model.head and when else nullcontext()
+
+
+def picked_rows(model: Model, inputs: PackedInputs) -> AbstractContextManager[None]:
+    """Returns the context in which the output layer computes the logits of the tokens that are picked."""
+    return model.picked.of(inputs.picked) if model.picked else nullcontext()
 
 
 def device_of(model: Model) -> torch.device:
@@ -355,12 +373,14 @@ def run(
     *,
     forward_only: bool,
     with_mtp: bool = False,
+    of_loss: bool = False,
 ) -> list:
     """Runs every micro-batch through the schedule. Returns the results of `on_output(microbatch, inputs, logits)`, last
     stage only.
 
     Args:
         with_mtp: whether the head for multi-token prediction runs too; see `module_output`.
+        of_loss: whether logits of tokens that the loss does not count may be left out.
     """
     multiple = model.config.tensor_model_parallel_size * token_multiple(model.config)
     context = parallel_state.get_context_parallel_group()
@@ -378,15 +398,18 @@ def run(
         with one_thread():
             inputs = PackedInputs.of(
                 microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank(), dynamic=model.dynamic
-            ).to(device)
-            microbatch = microbatch.to(device)
+            )
+            if of_loss and model.picked:
+                inputs = inputs.picking(microbatch.batch.loss_mask)
+            inputs, microbatch = inputs.to(device), microbatch.to(device)
         if model.dynamic and inputs.packing.local_cp_size is None:
             # The micro-batch before may have had whole sequences.
             inputs.packing.cp_group, inputs.packing.local_cp_size = context, context.size()
         with model.replay.of(microbatch.batch, inputs) if model.replay else nullcontext():
             batch = microbatch.batch
             following = inputs.ahead(batch.token_ids, batch.lengths, 1)[None] if with_mtp else None
-            output = module_output(module, inputs, float32=model.float32, next_tokens=following)
+            with picked_rows(model, inputs):
+                output = module_output(module, inputs, float32=model.float32, next_tokens=following)
         return output, partial(on_output, microbatch, inputs)
 
     if model.replay:

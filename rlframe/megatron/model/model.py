@@ -34,6 +34,7 @@ from rlframe.megatron.packed import context_parallel, shared_prompts
 from rlframe.megatron.vocab.chunked_head import ChunkedHead
 from rlframe.megatron.vocab.float32_head import keep_float32
 from rlframe.megatron.vocab.in_place import add_in_place
+from rlframe.megatron.vocab.picked_rows import PickedRows
 from rlframe.models.families.base import Architecture, Family, Shard
 from rlframe.models.shards import by_chunk_name, load, padded_vocab_size
 from rlframe.weight_sync.layout.memory import MemoryLayout, record
@@ -79,6 +80,8 @@ class Model:
     """Makes the routers choose the engine's experts. None if they choose for themselves."""
     head: ChunkedHead | None = None
     """Computes the logits by chunks. None if they are computed at once, or by another rank."""
+    picked: PickedRows | None = None
+    """Picks the tokens whose logits are computed. None where those of all are, or by another rank."""
     dynamic: bool = False
     """See ContextParallelConfig."""
     float32: bool = False
@@ -153,6 +156,7 @@ def build(
         mtp=train.mtp if train.mtp.trains and architecture.with_mtp and not frozen else None,
         replay=RouterReplay(modules, architecture, device) if train.moe.router_replay and not frozen else None,
         head=chunked_head(modules[-1], architecture, train, float32_logits=float32_logits),
+        picked=picker(modules[-1], architecture, train),
         dynamic=train.context_parallel.dynamic,
     )
 
@@ -164,6 +168,14 @@ def chunked_head(
     if train.logits_chunk_tokens is None or architecture.num_outputs is not None or not module.post_process:
         return None
     return ChunkedHead(module.output_layer, chunk_tokens=train.logits_chunk_tokens, float32=float32_logits)
+
+
+def picker(module: GPTModel, architecture: Architecture, train: TrainConfig) -> PickedRows | None:
+    """Returns what picks the tokens whose logits are computed, if that is wanted and the module has an output layer for
+    them. Must be called behind `chunked_head`, which then gets the states of these tokens."""
+    wanted = train.loss_logits_only and Parallel.parse(train.parallel).tp == 1
+    has_layer = architecture.num_outputs is None and module.post_process
+    return PickedRows(module.output_layer) if wanted and has_layer else None
 
 
 def module(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> GPTModel:

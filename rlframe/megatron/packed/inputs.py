@@ -35,6 +35,8 @@ class PackedInputs:
     """[T] position of each token of the micro-batch among those of all ranks, which follow one another."""
     cp_size: int = 1
     cp_rank: int = 0
+    picked: Tensor | None = None
+    """[N] tokens of this rank whose logits are computed, by position. None for all."""
 
     @classmethod
     def of(
@@ -102,6 +104,15 @@ class PackedInputs:
             batch, rows, SharedPrompts.of(rows, positions, batch.lengths, bounds).on_one_row(), int(bounds[-1]), 1, 0
         )
 
+    def picking(self, mask: Tensor) -> "PackedInputs":
+        """Returns the same, which is on the CPU, with the logits of tokens alone whose successor is in a mask [T], at
+        least of one."""
+        # A row that several sequences share is picked for any of them.
+        whole = torch.zeros(self.cp_size * self.token_ids.shape[1], dtype=torch.int64)
+        whole.index_put_((self.rows[:-1],), mask[1:].long(), accumulate=True)
+        picked = whole.chunk(self.cp_size)[self.cp_rank].nonzero().squeeze(1)
+        return replace(self, picked=picked if len(picked) else torch.zeros(1, dtype=torch.int64))
+
     def to(self, device: torch.device) -> "PackedInputs":
         """Returns the same on `device`."""
         return replace(
@@ -109,6 +120,7 @@ class PackedInputs:
             token_ids=upload(self.token_ids, device),
             rows=upload(self.rows, device),
             packing=packing_on(self.packing, device),
+            picked=None if self.picked is None else upload(self.picked, device),
         )
 
     def own(self, values: Tensor) -> Tensor:
@@ -127,6 +139,17 @@ class PackedInputs:
             values: [T, ...] value of each token of the micro-batch.
         """
         return self._own(self.rows[:-1], values[1:])
+
+    def targets(self, values: Tensor) -> Tensor:
+        """Returns [N, ...] `following` of the tokens whose logits are computed."""
+        found = self.following(values)
+        return found if self.picked is None else found[self.picked]
+
+    def of_all(self, values: Tensor) -> Tensor:
+        """Returns [T_padded / cp, ...] values [N, ...] of the tokens whose logits are computed. 0 for others."""
+        if self.picked is None:
+            return values
+        return values.new_zeros(self.token_ids.shape[1], *values.shape[1:]).index_put((self.picked,), values)
 
     def _own(self, rows: Tensor, values: Tensor) -> Tensor:
         whole = values.new_zeros(self.cp_size * self.token_ids.shape[1], *values.shape[1:])

@@ -113,7 +113,8 @@ def mtp_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fault
             why="the head lies on the last stage and reads the embedding, which lies on the first",
             hint="use tp, ep or cp instead of pp",
         )
-    if mtp.trains and (others := [name for name in ("share_prompts", "logits_chunk_tokens") if getattr(train, name)]):
+    whole = ("share_prompts", "logits_chunk_tokens", "loss_logits_only")
+    if mtp.trains and (others := [name for name in whole if getattr(train, name)]):
         yield Fault(
             MTP,
             f"must be drop or keep with train.{others[0]}",

@@ -381,7 +381,31 @@ def check_a_following_reference_loses_no_small_change() -> None:
     assert torch.equal(weights.exact[0], live.float())
 
 
+def check_logits_of_tokens_in_the_loss_alone() -> None:
+    from dataclasses import replace
+
+    from rlframe.megatron.packed.inputs import PackedInputs
+
+    batch = replace(sequences([4, 3]), loss_mask=torch.tensor([False, False, True, True, False, False, True]))
+    inputs = PackedInputs.of(batch, 4).picking(batch.loss_mask)
+    assert inputs.picked is not None and inputs.picked.tolist() == [1, 2, 5]
+    assert torch.equal(inputs.targets(batch.token_ids), batch.token_ids[[2, 3, 6]])
+    assert inputs.of_all(torch.tensor([5.0, 6.0, 7.0])).tolist() == [0, 5, 6, 0, 0, 7, 0, 0]
+    # Two sequences share their first token, of which one counts what follows.
+    shared = replace(batch, shared=torch.tensor([0, 2]), loss_mask=torch.tensor([0, 0, 0, 1, 0, 1, 0]).bool())
+    inputs = PackedInputs.of(shared, 1).picking(shared.loss_mask)
+    assert inputs.picked is not None and inputs.picked.tolist() == [0, 2]
+    # One row stays where the loss counts none.
+    nothing = PackedInputs.of(batch, 4).picking(torch.zeros(7, dtype=torch.bool))
+    assert nothing.picked is not None and nothing.picked.tolist() == [0]
+    # Of two ranks the second has all of them: tokens 1 and 2 of either sequence.
+    first, second = (PackedInputs.of(batch, 1, cp_size=2, cp_rank=rank).picking(batch.loss_mask) for rank in range(2))
+    assert first.picked is not None and first.picked.tolist() == [0]
+    assert torch.equal(second.targets(batch.token_ids), batch.token_ids[[2, 3, 6]])
+
+
 CHECKS = [
+    check_logits_of_tokens_in_the_loss_alone,
     check_a_following_reference_loses_no_small_change,
     check_buckets_hold_sequences_of_like_length,
     check_a_layout_says_where_each_token_sits,

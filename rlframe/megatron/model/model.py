@@ -100,8 +100,8 @@ def install_kernels(architecture: Architecture, config: TransformerConfig, train
 
         if gradients.is_available():
             gradients.install()
-            if train.joins_experts:
-                operation.install()
+            operation.install()
+            setattr(config, operation.JOINS, train.joins_experts)
 
 
 def build(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 import torch
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
@@ -76,6 +77,7 @@ class SleepingMemory:
         for storage, _ in (*kept, *self._gradients):
             storage.resize_(0)
         forget_placeholders()
+        forget_angles()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._asleep = kept
@@ -172,6 +174,12 @@ def forget_placeholders() -> None:
     base = sys.modules.get("transformer_engine.pytorch.module.base")
     if base is not None:
         getattr(base, "_dummy_wgrads", {}).clear()
+
+
+def forget_angles() -> None:
+    """Drops the rotary angles of up to 32 lengths, which Megatron-Core (0.16 to 0.19) keeps in a cache of the class."""
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
 
 
 def unused_bytes() -> int:

@@ -194,25 +194,7 @@ def expert_faults(train: TrainConfig, *, online: bool) -> Iterator[Fault]:
             why="the engine drops no tokens, so the trainer's logprobs would differ from the engine's",
             hint="train.moe.allow_token_drop=true accepts that",
         )
-    if moe.dispatcher is Dispatcher.ALLGATHER and parallel.pp > 1:
-        yield Fault(
-            "train.moe.dispatcher",
-            f"is not supported with pipeline stages (p{parallel.pp}), whose packed micro-batches differ in length",
-            got="allgather",
-            hint="use alltoall",
-            stated=True,
-        )
-    elif moe.dispatcher is Dispatcher.ALLGATHER and parallel.tp % (parallel.etp * parallel.ep):
-        # Megatron-Core 0.16.1 gathers as if all ranks had equally many tokens, and overruns its buffer if they do not.
-        yield Fault(
-            "train.moe.dispatcher",
-            "needs ranks with equally many tokens, so experts spread over the tensor-parallel ranks of one micro-batch",
-            got="allgather",
-            why=f"etp * ep = {parallel.etp * parallel.ep} must divide tp = {parallel.tp} in "
-            f"train.parallel={train.parallel}",
-            hint="use alltoall",
-            stated=True,
-        )
+    yield from gather_faults(moe.dispatcher, parallel)
     if moe.dispatcher is Dispatcher.ALLGATHER and train.fp8.recipe is not Fp8Recipe.OFF:
         yield Fault(
             "train.moe.dispatcher",
@@ -225,6 +207,34 @@ def expert_faults(train: TrainConfig, *, online: bool) -> Iterator[Fault]:
             "train.moe.dispatcher",
             "needs the package deep_ep (DeepEP), which is not installed",
             got="flex",
+            hint="use alltoall",
+            stated=True,
+        )
+
+
+def gather_faults(dispatcher: Dispatcher, parallel: Parallel, *, key: str = "train.parallel") -> Iterator[Fault]:
+    """Rejects a dispatcher that gathers tokens of ranks that may have different numbers of them.
+
+    Args:
+        key: of the layout, which may be that of another model than the policy.
+    """
+    if dispatcher is not Dispatcher.ALLGATHER:
+        return
+    if parallel.pp > 1:
+        yield Fault(
+            "train.moe.dispatcher",
+            f"is not supported with pipeline stages (p{parallel.pp}), whose packed micro-batches differ in length",
+            got="allgather",
+            hint="use alltoall",
+            stated=True,
+        )
+    elif parallel.tp % (parallel.etp * parallel.ep):
+        # Megatron-Core 0.16.1 gathers as if all ranks had equally many tokens, and overruns its buffer if they do not.
+        yield Fault(
+            "train.moe.dispatcher",
+            "needs ranks with equally many tokens, so experts spread over the tensor-parallel ranks of one micro-batch",
+            got="allgather",
+            why=f"etp * ep = {parallel.etp * parallel.ep} must divide tp = {parallel.tp} in {key}={parallel}",
             hint="use alltoall",
             stated=True,
         )

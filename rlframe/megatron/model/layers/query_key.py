@@ -59,8 +59,12 @@ class QueryKeyAttention(SelfAttention):
         """Returns the attention's output and its bias."""
         assert rotary_pos_emb is not None and packed_seq_params is not None, "every micro-batch is packed"
         self.packed = rotary_pos_emb, packed_seq_params
-        # Without angles Megatron does not turn them again.
-        return super().forward(*arguments, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **options)
+        try:
+            # Without angles Megatron does not turn them again.
+            return super().forward(*arguments, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **options)
+        finally:
+            # Otherwise the micro-batch's tensors would stay until the layer's next pass.
+            del self.packed
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
         """Returns queries [T, 1, query heads, D], keys and values [T, 1, key heads, D]."""

@@ -16,6 +16,7 @@ from rlframe.rewards.runner import try_start
 from rlframe.run.check.context import algorithm_of, longest_rollout, online, response_limits
 from rlframe.run.check.data import read_all
 from rlframe.run.check.roles import vocabulary
+from rlframe.run.check.train import gather_faults
 from rlframe.run.config import RunConfig
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError, DataError, RewardError
@@ -94,6 +95,8 @@ def model_faults(run: RunConfig) -> Iterator[Fault]:
     yield from (Fault(MODEL, said=fault) for fault in broken)
     for fault in shards.faults(architecture, **asdict(parallel), **asdict(run.train.context_parallel)):
         yield fault.moved({"train.parallel": "reward.model.parallel"}).noted(f"(of the reward model {model.path})")
+    if architecture.num_experts:
+        yield from gather_faults(run.train.moe.dispatcher, parallel, key="reward.model.parallel")
     if outputs != 1:
         yield Fault(
             MODEL,

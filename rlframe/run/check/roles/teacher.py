@@ -17,6 +17,7 @@ from rlframe.run.check import sharing
 from rlframe.run.check.context import longest_rollout
 from rlframe.run.check.model import file_faults
 from rlframe.run.check.roles import vocabulary
+from rlframe.run.check.train import gather_faults
 from rlframe.run.config import RunConfig
 from rlframe.run.recording import SAMPLING
 from rlframe.run.teacher import TeacherConfig, TeacherPlacement
@@ -217,6 +218,8 @@ def _layout_faults(run: RunConfig, architecture: Architecture) -> Iterator[Fault
         axes |= {"ep": 1, "etp": 1}
     for fault in shards.faults(architecture, **axes, **asdict(run.train.context_parallel)):
         yield fault.moved({"train.parallel": key}).noted(f"(of the teacher {run.teacher.path})")
+    if layout and architecture.num_experts:
+        yield from gather_faults(run.train.moe.dispatcher, layout, key=key)
 
 
 def _vocabulary_faults(

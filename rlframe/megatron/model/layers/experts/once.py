@@ -43,6 +43,8 @@ class OncePerRank(MoETokenDispatcher):
         self.most: int = min(own.config.moe_router_topk, self.ep_size)
         """Ranks that one token can go to."""
         self.order: Any = implementation(own.config.moe_permute_fusion)
+        self.places: Any = None
+        self.places_here: Any = None
 
     def dispatch_preprocess(
         self, hidden_states: Float[Tensor, "*T H"], routing_map: Bool[Tensor, "T E"], probs: Float[Tensor, "T E"]
@@ -80,7 +82,8 @@ class OncePerRank(MoETokenDispatcher):
 
     def combine_preprocess(self, hidden_states: Float[Tensor, "P H"]) -> Float[Tensor, "C H"]:
         """Returns the sum [C, H] of what this rank's experts give for each token."""
-        return self.order.gathered(hidden_states, self.places_here)
+        places, self.places_here = self.places_here, None
+        return self.order.gathered(hidden_states, places)
 
     def token_combine(self, hidden_states: Float[Tensor, "C H"]) -> Float[Tensor, "S H"]:
         """Returns the sums [S, H] of all ranks for this rank's tokens."""
@@ -88,7 +91,9 @@ class OncePerRank(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: Float[Tensor, "S H"]) -> Float[Tensor, "*T H"]:
         """Returns the sum [..., H] of all experts for each token."""
-        return self.order.gathered(hidden_states, self.places).view(self.shape)
+        # Nothing of the pass stays, which would take memory in each layer.
+        places, self.places = self.places, None
+        return self.order.gathered(hidden_states, places).view(self.shape)
 
 
 class Numbers:

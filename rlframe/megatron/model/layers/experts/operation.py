@@ -22,6 +22,9 @@ from rlframe.megatron.model.layers.experts.stacked import Stacked, stacked
 
 HELD = "rlframe_held"
 """Attribute of a layer that holds its `Held`."""
+JOINS = "rlframe_joins_experts"
+"""Attribute of a model's configuration: whether its experts may be one operation. A policy and its teacher in the same
+ranks may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,9 @@ class Held:
 
 
 def install() -> None:
-    """Makes Megatron's layers of experts use the operation, where it can take the place of Transformer Engine's. Must
-    be called only where no gradient is sent before the backward pass has ended: Megatron's hooks begin that."""
+    """Makes Megatron's layers of experts use the operation, where it can take the place of Transformer Engine's and
+    the model's configuration has JOINS. It must have that only where no gradient is sent before the backward pass has
+    ended: Megatron's hooks begin that."""
     from megatron.core.extensions.transformer_engine import TEGroupedLinear  # noqa: PLC0415 - needs Transformer Engine
 
     own: Any = TEGroupedLinear.forward
@@ -62,6 +66,8 @@ def by_one_operation(own: Callable[..., Any]) -> Callable[..., Any]:
 def joined(layer: Any, tokens: Tensor, counts: Any) -> Held | None:
     """Returns what the operation needs of a layer, if it computes what the layer would of these tokens: bfloat16 or
     float16 without bias, and gradients in a buffer."""
+    if not getattr(layer.config, JOINS, False):
+        return None
     if not isinstance(counts, list) or layer.use_bias or layer.config.fp8 or tokens.ndim != 2:
         return None
     # A pass in float32 is one on copies of the weights, which nothing may hold behind it.
@@ -70,10 +76,11 @@ def joined(layer: Any, tokens: Tensor, counts: Any) -> Held | None:
     held = held_by(layer)
     if not held.weights or held.weights.matrix.dtype != tokens.dtype:
         return None
-    if held.parameters[0].requires_grad and torch.is_grad_enabled():
-        # Autograd comes here for the tokens alone.
-        return held if tokens.requires_grad and held.gradients else None
-    return held
+    if not held.parameters[0].requires_grad:
+        return held
+    # Autograd comes here for the tokens alone. Passes without gradients have the kernels of those with.
+    comes = tokens.requires_grad or not torch.is_grad_enabled()
+    return held if held.gradients and comes else None
 
 
 def held_by(layer: Any) -> Held:

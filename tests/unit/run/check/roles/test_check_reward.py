@@ -56,6 +56,9 @@ def test_a_layout_must_divide_it(model: Path) -> None:
     found = faults(f"reward.model.path={model}", "reward.model.parallel=t3")
     assert found and all(fault.startswith("reward.model.parallel") for fault in found)
     assert all(fault.endswith(f"(of the reward model {model})") for fault in found)
+    gathers = ["train.parallel=d1t2e2", "train.moe.dispatcher=allgather"]
+    (fault,) = faults(f"reward.model.path={model}", "reward.model.parallel=d2e2", *gathers)
+    assert "equally many tokens" in fault and "in reward.model.parallel=d2e2" in fault, fault
     with pytest.raises(ConfigError, match=r"reward\.model\.parallel is wrong: 't2x'"):
         load("grpo_qwen3_moe", [f"reward.model.path={model}", "reward.model.parallel=t2x"])
 

@@ -115,6 +115,17 @@ def test_a_teacher_that_fits_has_no_fault(overrides: list[str]) -> None:
             [TEACHER, "algorithm=on_policy_distillation", "teacher.placement=own", "teacher.parallel=t4"],
             ["teacher.parallel: tp 4 must divide num_kv_heads 2", "of the teacher qwen3_moe_tiny"],
         ),
+        (
+            [
+                TEACHER,
+                "algorithm=on_policy_distillation",
+                "train.parallel=d1t2e2",
+                "train.moe.dispatcher=allgather",
+                "teacher.placement=own",
+                "teacher.parallel=d2e2",
+            ],
+            ["train.moe.dispatcher=allgather needs ranks with equally many tokens", "in teacher.parallel=d2e2"],
+        ),
         (["teacher.path=nowhere"], ["teacher.path 'nowhere': no folder"]),
     ],
 )

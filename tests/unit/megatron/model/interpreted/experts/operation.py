@@ -30,7 +30,9 @@ def made(**changes: Any) -> tuple[Any, Tensor]:
     """A layer as Megatron's, whose weights have sums of gradients in one buffer, and tokens. Float16, as Triton's
     interpreter multiplies no bfloat16."""
     generator = torch.Generator().manual_seed(0)
-    layer = SimpleNamespace(use_bias=False, config=SimpleNamespace(fp8=None), num_gemms=len(COUNTS))
+    layer = SimpleNamespace(
+        use_bias=False, config=SimpleNamespace(fp8=None, rlframe_joins_experts=True), num_gemms=len(COUNTS)
+    )
     sums, weights = (torch.randn(len(COUNTS), OUTPUTS, INPUTS, generator=generator) for _ in range(2))
     weights = weights.half()
     for index in range(len(COUNTS)):
@@ -83,11 +85,15 @@ def test_other_layers_are_left_to_transformer_engine() -> None:
     assert by_one_operation(own)(layer, tokens, torch.tensor(COUNTS)) == "Transformer Engine's"
     assert not joined(layer, tokens.detach(), COUNTS), "autograd would not ask for the weights' gradients"
     assert not joined(layer, tokens.float(), COUNTS)
-    for changes in ({"use_bias": True}, {"config": SimpleNamespace(fp8="e4m3")}):
+    quantized = SimpleNamespace(fp8="e4m3", rlframe_joins_experts=True)
+    # A policy's configuration may lack what its teacher's has.
+    for changes in ({"use_bias": True}, {"config": quantized}, {"config": SimpleNamespace(fp8=None)}):
         assert not joined(made(**changes)[0], tokens, COUNTS)
     for name, other in (("main_grad", layer.weight0.main_grad.half()), ("data", layer.weight0.data.clone())):
         setattr(layer.weight0, name, other)
         assert not joined(layer, tokens, COUNTS), f"memory of {name} is another"
+        with torch.no_grad():
+            assert not joined(layer, tokens.detach(), COUNTS), "logprobs have the kernels of training"
 
 
 @pytest.mark.parametrize("backwards", [False, True])

@@ -8,6 +8,7 @@ every machine with workers.
 
 import hashlib
 import importlib
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -18,8 +19,14 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 
+logger = logging.getLogger(__name__)
+
 SOURCES: dict[str, tuple[str, str]] = {}
 """The absolute path on the driver's machine and the text of each file, by its path in the configuration."""
+RECEIVED: set[str] = set()
+"""Paths of files that the driver has sent. What lies at the same path here is not looked at."""
+_told: dict[str, str] = {}
+"""Later text of a file of which a warning has told."""
 
 
 def is_outside(name: str) -> bool:
@@ -90,15 +97,15 @@ def settings_of(component: type, *, key: str) -> type:
 def receive(sources: Mapping[str, tuple[str, str]]) -> None:
     """Runs the driver's files in this process, so that unpickling finds their classes."""
     SOURCES.update(sources)
+    RECEIVED.update(sources)
     for place in sources:
         module_of_file(place)
 
 
 def module_of_file(place: str) -> ModuleType:
     """Returns the module of a file, which is run once. Raises OSError if there is none, or what the file raises."""
-    if place not in SOURCES:
-        file = Path(place).expanduser().resolve(strict=True)
-        SOURCES[place] = (str(file), file.read_text(encoding="utf-8"))
+    if place not in RECEIVED:
+        _look_at(place)
     path, text = SOURCES[place]
     name = f"rlframe_outside_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -113,3 +120,22 @@ def module_of_file(place: str) -> ModuleType:
         del sys.modules[name], SOURCES[place]
         raise
     return module
+
+
+def _look_at(place: str) -> None:
+    """Reads a file, unless it was read. A relative path may be another file's since: that of a later run in this
+    process, from another folder.
+
+    Raises:
+        OSError: there is no such file, and never was.
+    """
+    file, known = Path(place).expanduser(), SOURCES.get(place)
+    if known and not file.exists():
+        return
+    file = file.resolve(strict=True)
+    text = file.read_text(encoding="utf-8")
+    if known is None or known[0] != str(file):
+        SOURCES[place] = (str(file), text)
+    elif text not in (known[1], _told.get(place)):
+        _told[place] = text
+        logger.warning("%s has changed since it was read; this process keeps what it has: start a new one", file)

@@ -399,8 +399,7 @@ def run(
             inputs = PackedInputs.of(
                 microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank(), dynamic=model.dynamic
             )
-            if of_loss and model.picked:
-                inputs = inputs.picking(microbatch.batch.loss_mask)
+            inputs = inputs.picking(microbatch.batch.loss_mask) if of_loss and model.picked else inputs
             inputs, microbatch = inputs.to(device), microbatch.to(device)
         if model.dynamic and inputs.packing.local_cp_size is None:
             # The micro-batch before may have had whole sequences.

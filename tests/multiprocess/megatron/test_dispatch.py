@@ -122,7 +122,7 @@ def above(rank: int, tokens: torch.Tensor) -> torch.Tensor:
     [
         pytest.param((((0, 1), (1, 2), (3, 0), (2, 3)), ((0, 2), (1, 3))), [[3, 3], [2, 2]], id="both"),
         # Rank 0 has no token at all.
-        pytest.param((((2, 3), (3, 2)), ((2, 3),)), [[0, 2], [0, 1]], id="one"),
+        pytest.param((((2, 3), (3, 2)), ((2, 3),)), [[0, 2], [0, 1]], id="one", marks=pytest.mark.thorough),
     ],
 )
 def test_a_token_is_sent_once_to_each_rank_of_its_experts(

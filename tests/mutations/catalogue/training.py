@@ -160,6 +160,20 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
+        "rlframe/megatron/vocab/picked_rows.py",
+        "tests/unit/megatron/vocab/test_picked_rows.py",
+        (
+            "gradients of logits go to other tokens",
+            "index_copy_(0, rows, above)",
+            "index_copy_(0, rows.flip(0), above)",
+        ),
+    ),
+    *faults(
+        "rlframe/megatron/packed/inputs.py",
+        "tests/multiprocess/megatron/test_packed.py",
+        ("logits of the tokens of the loss, not before them", "mask[1:].long()", "mask[:-1].long()"),
+    ),
+    *faults(
         "rlframe/megatron/model/layers/query_key.py",
         "tests/unit/megatron/model/test_transformer.py",
         ("a teacher has the policy's angles", "key = angles.data_ptr(), angles.shape", "key = 0"),
@@ -198,9 +212,10 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "weights get no gradient behind tokens without one",
-            "return held if tokens.requires_grad and held.gradients else None",
+            "return held if held.gradients and comes else None",
             "return held if held.gradients else None",
         ),
+        ("a teacher decides about the policy's experts", "if not getattr(layer.config, JOINS, False):", "if False:"),
         ("memory that has moved is not seen", "if held is None or held.addresses != addresses:", "if held is None:"),
     ),
     *faults(

@@ -73,3 +73,24 @@ def test_a_file_that_cannot_be_run_is_refused_with_its_error_each_time(tmp_path:
     for _ in range(2):
         with pytest.raises(ConfigError, match="k: '.*broken.py:X' cannot be imported: SystemExit: 3"):
             outside.load(f"{tmp_path / 'broken.py'}:X", key="k")
+
+
+def test_the_same_relative_path_is_another_file_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(f"VALUE = {name!r}")
+    monkeypatch.chdir(tmp_path / "a")
+    assert outside.load("mine.py:VALUE", key="k") == "a"
+    (tmp_path / "a/mine.py").write_text("VALUE = 'edited'")
+    for _ in range(2):
+        assert outside.load("mine.py:VALUE", key="k") == "a", "of one process"
+    assert [record.message.split(" has changed")[0] for record in caplog.records] == [str(tmp_path / "a/mine.py")]
+    monkeypatch.chdir(tmp_path / "b")
+    assert outside.load("mine.py:VALUE", key="k") == "b"
+    # A worker has what its driver has sent, whatever lies at the same path beside it.
+    monkeypatch.setattr(outside, "RECEIVED", set())
+    outside.receive({"mine.py": (str(tmp_path / "elsewhere/mine.py"), "VALUE = 'sent'")})
+    assert outside.load("mine.py:VALUE", key="k") == "sent"
+    del outside.SOURCES["mine.py"]

@@ -32,9 +32,13 @@ def by_blocks(matmul: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, T
         if torch.is_grad_enabled() or not suits(first, second):
             return matmul(first, second)
         rows = first.flatten(0, -2)
-        by_token = rows.shape[0] >= rows.shape[1]
+        by_token = rows.is_contiguous()
         size = rows.shape[0 if by_token else 1]
         whole = size - size % BLOCK
+        if not whole or not (by_token or rows.t().is_contiguous()):
+            return matmul(first, second)
+        # Blocks are cut where memory is, so that they are contiguous. Of others oneDNN computes one number at a time:
+        # 8 s in place of 9 ms for 256 tokens of a hidden size of 576.
         if by_token:
             found = onednn(rows[:whole], second)
             if whole < size:
@@ -56,7 +60,6 @@ def suits(first: Tensor, second: Tensor) -> bool:
         and first.dim() in (2, 3)
         and first.dtype == second.dtype == torch.float32
         and first.numel() * second.shape[1] >= LEAST
-        and max(first.numel() // first.shape[-1], first.shape[-1]) >= BLOCK
     )
 
 

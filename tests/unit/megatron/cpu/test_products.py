@@ -36,9 +36,19 @@ def refused(first: Tensor, second: Tensor) -> Tensor:
         pytest.param(normal(2 * BLOCK, 64), normal(96, 64).t(), id="a weight, transposed"),
         pytest.param(normal(2 * BLOCK + 7, 64).t(), normal(2 * BLOCK + 7, 96), id="the gradient of a weight"),
         pytest.param(normal(2 * BLOCK, 64).t(), normal(2 * BLOCK, 96), id="the same of whole blocks"),
+        pytest.param(normal(BLOCK, 300), normal(96, 300).t(), id="a hidden size above the number of tokens"),
+        pytest.param(normal(BLOCK + 7, 300).t(), normal(BLOCK + 7, 96), id="the gradient of a weight of that size"),
     ],
 )
-def test_a_product_is_that_of_float64(first: Tensor, second: Tensor) -> None:
+def test_a_product_is_that_of_float64(first: Tensor, second: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = products.onednn
+
+    def contiguous(*given: Tensor) -> Tensor:
+        """Refuses parts of rows, of which oneDNN computes one number at a time."""
+        assert all(each.is_contiguous() or each.t().is_contiguous() for each in given)
+        return own(*given)
+
+    monkeypatch.setattr(products, "onednn", contiguous)
     with torch.no_grad():
         found = by_blocks(refused)(first, second)
     expected = first.double() @ second.double()
@@ -51,6 +61,8 @@ def test_a_product_is_that_of_float64(first: Tensor, second: Tensor) -> None:
     [
         pytest.param(normal(8, 8), normal(8, 8), id="small"),
         pytest.param(normal(BLOCK - 1, 128), normal(128, 128), id="less than a block of tokens"),
+        pytest.param(normal(BLOCK - 1, 300), normal(300, 128), id="less than a block, of a greater hidden size"),
+        pytest.param(normal(BLOCK, 600)[:, :300], normal(300, 128), id="parts of rows"),
         pytest.param(normal(512, 64).bfloat16(), normal(64, 96).bfloat16(), id="bfloat16"),
         pytest.param(normal(512, 64), normal(64), id="by a vector"),
         pytest.param(normal(4, 256, 64), normal(4, 64, 96), id="a product for each of a batch"),

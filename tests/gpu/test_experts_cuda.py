@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlframe.megatron.model.layers.experts.gradients import by_one_kernel
-from rlframe.megatron.model.layers.experts.operation import by_one_operation
+from rlframe.megatron.model.layers.experts.operation import JOINS, by_one_operation
 
 pytestmark = pytest.mark.gpu
 TOKENS = [0, 3, 128, 77, 0, 300, 1, 515]
@@ -51,7 +51,7 @@ def layers(*, jointly: bool) -> tuple[dict[str, Tensor], tuple[int, int, int]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         if jointly:
             # Megatron's layer, which is one of these, has its configuration.
-            layer.config = SimpleNamespace(fp8=None)
+            layer.config = SimpleNamespace(fp8=None, **{JOINS: True})
             joint: Any = by_one_operation(layer.forward)
             output, _ = joint(layer, tokens, TOKENS)
         else:

@@ -223,7 +223,8 @@ def gather_faults(dispatcher: Dispatcher, parallel: Parallel, *, key: str = "tra
     if parallel.pp > 1:
         yield Fault(
             "train.moe.dispatcher",
-            f"is not supported with pipeline stages (p{parallel.pp}), whose packed micro-batches differ in length",
+            f"is not supported with pipeline stages (p{parallel.pp} in {key}), whose packed micro-batches differ in "
+            "length",
             got="allgather",
             hint="use alltoall",
             stated=True,

@@ -75,7 +75,7 @@ LAUNCHES_PER_EXPERT_SINGLY = 6.2
 """The same without it: qwen3_30b_a3b_cut."""
 REFERENCE_BANDWIDTH = 50e9
 """Bytes a second, in each direction, at which a rank exchanges its weights with the reference's in host memory, pinned:
-dpo of loops_1p7b_h200, 0.13 s for twice 3.44 GB."""
+dpo of loops_1p7b_h200, 0.13 s for twice 3.44 GB, less a forward pass by arithmetic."""
 HOST_BANDWIDTH = 55e9
 """Bytes a second between pinned host memory and a device: copies measured on H200."""
 COLLECTIVE_EFFICIENCY = 0.52

@@ -91,6 +91,7 @@ def exchanged(rank: int, init_method: str, routes: tuple[tuple[tuple[int, ...], 
     factors = (torch.arange(2) + 2 * rank + 1).repeat_interleave(counts)
     summed = dispatcher.combine_preprocess(arrived * (factors * weights)[:, None])
     out = dispatcher.combine_postprocess(dispatcher.token_combine(summed))
+    assert dispatcher.places is None and dispatcher.places_here is None, "nothing of a pass stays in a layer"
     (out * above(rank, tokens)).sum().backward()
     assert tokens.grad is not None
     assert probs.grad is not None

@@ -158,7 +158,7 @@ def test_groups_of_recomputed_layers_need_not_divide_the_mean_of_uneven_stages(
         (
             {"dispatcher": "allgather"},
             "d1t2p2",
-            "train.moe.dispatcher=allgather is not supported with pipeline stages (p2)",
+            "train.moe.dispatcher=allgather is not supported with pipeline stages (p2 in train.parallel)",
         ),
         ({"dispatcher": "allgather"}, "d2e2", "train.moe.dispatcher=allgather needs ranks with equally many tokens"),
         ({"dispatcher": "flex"}, "d1", "train.moe.dispatcher=flex needs the package deep_ep"),

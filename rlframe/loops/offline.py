@@ -63,7 +63,7 @@ class OfflineLoop(Loop):
             | times
             | self.checkpoints.metrics()
             | self.examples.metrics()
-            | self.throughput.of_training(times, batch.lengths.numpy())
+            | self.throughput.of_training(times, batch.lengths.numpy(), int(batch.loss_mask.sum()))
             | self.policy.metrics
             | of_role("driver", [used()])
             | {

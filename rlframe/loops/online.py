@@ -113,7 +113,7 @@ class RolloutLoop(Loop):
         metrics = seen.metrics | synced | self.sampler.metrics() | self.policy.metrics
         metrics |= self.critic.metrics if self.critic else {}
         times = self.phase.step_times({POLICY: self.policy, **self.auxiliary})
-        metrics |= self.throughput.of_training(times, tokens.lengths)
+        metrics |= self.throughput.of_training(times, tokens.lengths, int(tokens.sampled.sum()))
         untrained = self.sampler.untrained
         metrics |= self.throughput.of_sampling(times, tokens.lengths, tokens.sampled, untrained=untrained)
         return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {

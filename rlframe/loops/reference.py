@@ -28,8 +28,9 @@ def batches(stream: TrainingSource[Any], items: list[Item]) -> Iterator[Sequence
 class PrecomputedReference:
     """A Model that returns the policy's logprobs from the policy and the reference's from a file.
 
-    The file is named by the weights that computed it, and each entry by its tokens. Entries of other weights, another
-    tokenizer or template, or other records are therefore not found, and are recomputed.
+    The file is named by the weights that computed it, and each entry by its tokens and which of them the loss counts.
+    Entries of other weights, another tokenizer or template, or other records are therefore not found, and are
+    recomputed.
     """
 
     def __init__(self, policy: PolicyGroup, folder: Path):
@@ -72,10 +73,11 @@ class PrecomputedReference:
 
 
 def keys(batch: Sequences) -> list[bytes]:
-    """Returns [R] sha256 of each sequence's tokens, on which alone its logprobs depend."""
-    return [
-        hashlib.sha256(tokens.numpy().tobytes()).digest() for tokens in batch.token_ids.split(batch.lengths.tolist())
-    ]
+    """Returns [R] sha256 of each sequence's tokens and loss mask. On these alone its logprobs depend: they are 0 of
+    tokens that the loss does not count."""
+    lengths = batch.lengths.tolist()
+    parts = zip(batch.token_ids.split(lengths), batch.loss_mask.split(lengths), strict=True)
+    return [hashlib.sha256(tokens.numpy().tobytes() + mask.numpy().tobytes()).digest() for tokens, mask in parts]
 
 
 def read(file: Path) -> dict[bytes, Tensor]:

@@ -17,12 +17,13 @@ class PolicyOutput:
     """Outputs of the language model for the tokens of a micro-batch, aligned with them."""
 
     logprobs: Float[Tensor, " T"]
-    """[T] nats of each token given the ones before it, at the sampling temperature; 0.0 at a sequence's first token."""
+    """[T] nats of each token given the ones before it, at the sampling temperature; 0.0 at a sequence's first token,
+    and at tokens that `loss_mask` leaves out, whose logits are not computed."""
     entropy: Float[Tensor, " T"]
-    """[T] nats, of the distribution each token was drawn from; 0.0 at a sequence's first token."""
+    """[T] nats, of the distribution each token was drawn from; 0.0 at the same tokens."""
     renyi_entropy: Float[Tensor, " T"] | None = None
-    """[T] nats, Renyi entropy of order 2: -log sum_v p(v)^2 of the same distribution, without gradient. 0.0 at first
-    tokens. Only with Output.TOKENS_WITH_RENYI_ENTROPY."""
+    """[T] nats, Renyi entropy of order 2: -log sum_v p(v)^2 of the same distribution, without gradient. 0.0 at the
+    same tokens. Only with Output.TOKENS_WITH_RENYI_ENTROPY."""
 
 
 class Rest(StrEnum):

@@ -24,9 +24,10 @@ class Shape:
     """The devices of a role, and the operations of its model."""
 
     devices: int
-    operations: Callable[[float], float]
-    """Returns the floating-point operations of a token's forward pass, given the number of tokens of its sequence: in
-    the mean over tokens, which is the sum of the squares of the sequences' tokens over their sum."""
+    operations: Callable[[float, float], float]
+    """Returns the floating-point operations of a token's forward pass, given the number of tokens of its sequence, in
+    the mean over tokens, which is the sum of the squares of the sequences' tokens over their sum; and the share of
+    tokens that the loss counts, whose logits are computed."""
     epochs: int = 1
     """Number of times that a batch is trained on."""
 
@@ -42,19 +43,23 @@ class Throughput:
     samples_ahead: bool = False
     """Whether engines sample during the whole step, not in the phase `rollout` only."""
 
-    def of_training(self, times: Mapping[str, float], lengths: Int[np.ndarray, " R"]) -> dict[str, float]:
+    def of_training(
+        self, times: Mapping[str, float], lengths: Int[np.ndarray, " R"], predicted: int
+    ) -> dict[str, float]:
         """Returns `throughput/PHASE_...` of the phases that compute every token.
 
         Args:
             times: the step's `time/PHASE_s`.
             lengths: tokens of each sequence, prompt included.
+            predicted: tokens of all sequences that the loss counts.
         """
         found: dict[str, float] = {}
+        share = predicted / int(lengths.sum())
         mean = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())
         for phase, (role, passes) in PHASES.items():
             if (seconds := times.get(f"time/{phase}_s")) and (shape := self.shapes.get(role)):
                 tokens = int(lengths.sum()) * (shape.epochs if passes == TRAINING else 1)
-                found |= self._rates(phase, shape, tokens, seconds, passes * shape.operations(mean))
+                found |= self._rates(phase, shape, tokens, seconds, passes * shape.operations(mean, share))
         return found
 
     def of_sampling(
@@ -81,7 +86,7 @@ class Throughput:
         # The last token of a sequence sees all others, the first sampled one the prompt: half their sum in the mean,
         # and an operation count that is given a length expects half of that.
         mean = float((sampled * (2.0 * lengths - sampled)).sum() / sampled.sum())
-        return self._rates(ROLLOUT, shape, int(sampled.sum()), seconds, shape.operations(mean))
+        return self._rates(ROLLOUT, shape, int(sampled.sum()), seconds, shape.operations(mean, 1.0))
 
     def _rates(self, phase: str, shape: Shape, tokens: int, seconds: float, operations: float) -> dict[str, float]:
         """Returns the metrics of a phase.

@@ -63,10 +63,6 @@ class TrainConfig:
     logits_chunk_tokens: Annotated[int, Range(1, 1 << 27)] | None = None
     """Tokens of a rank whose logits exist at once, forward and backward; logits are computed twice. null computes those
     of a micro-batch at once, which takes 2 * vocabulary / tp bytes a token in bfloat16."""
-    loss_logits_only: bool = False
-    """Whether the output layer, and a teacher's in the same ranks, leaves out tokens whose successor the loss does not
-    count, such as those of prompts; where tp is 1. Their logprobs are 0. `throughput/train_mfu_fraction` counts the
-    logits of all tokens nevertheless."""
     deterministic: bool = False
     """Whether two runs on the same layout give the same bits. Slower on CUDA."""
     offload_optimizer: bool = False

@@ -55,7 +55,7 @@ def policy_output(
     head: ChunkedHead | None = None,
 ) -> PolicyOutput:
     """Returns logprob and entropy of each token of the micro-batch, from this rank's logits [1, T_padded / cp,
-    V_local]; 0 of tokens whose logits were not computed.
+    V_local]; 0 of tokens that the loss does not count.
 
     Args:
         head: computes them from the states that the model returned in place of logits, see `ChunkedHead`.
@@ -121,11 +121,12 @@ def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
     """Returns [T, ...] from this rank's [T_padded / cp, ...] values about each token's successor, or those of the
     tokens that are picked: moved to the token they are about.
 
-    Values that would move from one sequence into the next land on a first token, and are zeroed. Every context-parallel
-    rank gets all of them.
+    Values that would move from one sequence into the next land on a first token, and are zeroed, as are those of tokens
+    that the loss does not count, so that nothing depends on which of these are picked. Every context-parallel rank gets
+    all of them.
     """
     whole = inputs.gathered(inputs.of_all(values), parallel_state.get_context_parallel_group())
-    predicted = torch.ones(batch.num_tokens, *[1] * (whole.dim() - 1), device=values.device)
+    predicted = batch.loss_mask.to(torch.float32, copy=True).view(-1, *[1] * (whole.dim() - 1))
     # Not by an assignment, which copies the number from host memory and waits for the device to do so.
     predicted.index_fill_(0, torch.cumsum(batch.lengths, 0) - batch.lengths, 0.0)
     return torch.cat([whole.new_zeros(1, *whole.shape[1:]), whole])[: batch.num_tokens] * predicted
@@ -187,8 +188,8 @@ def compute_entropies(model: Model, microbatches: list[Microbatch], *, temperatu
 
 def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, temperature: float) -> list[Tensor]:
     """Returns [T, 2 k + 1] float32 on the CPU for each micro-batch: in each token's place the ids of the k most likely
-    tokens, their nats, and those of all others together; zeros at first tokens. Empty on ranks that are not in the last
-    stage."""
+    tokens, their nats, and those of all others together; zeros at tokens that the loss does not count. Empty on ranks
+    that are not in the last stage."""
     vocab_size = model.architecture.vocab_size
     assert vocab_size <= 1 << 24, "float32 holds whole numbers up to 2^24"
     split = {"vocab_size": vocab_size, "group": parallel_state.get_tensor_model_parallel_group()}
@@ -199,7 +200,7 @@ def compute_top(model: Model, microbatches: list[Microbatch], *, k: int, tempera
         nats = top_k.logprobs_and_rest(logits, ids, temperature=temperature, **split)
         return aligned(torch.cat([ids.float(), nats], dim=1), batch, inputs)
 
-    return evaluate(model, microbatches, read)
+    return evaluate(model, microbatches, read, of_loss=True)
 
 
 def compute_outputs(model: Model, microbatches: list[Microbatch]) -> list[Tensor]:
@@ -269,7 +270,7 @@ def accumulate_gradients(
         chunk.zero_grad_buffer()
     with deferred_head(model, when=algorithm.output is Output.TOKENS):
         with_mtp = mtp_loss is not None
-        results = run(model, microbatches, loss, forward_only=False, with_mtp=with_mtp, of_loss=not with_mtp)
+        results = run(model, microbatches, loss, forward_only=False, with_mtp=with_mtp, of_loss=True)
     if any(len(each.kept_logprobs) for each in results):
         wait(device_of(model))
     # Ranks of other stages have no results.
@@ -399,7 +400,8 @@ def run(
             inputs = PackedInputs.of(
                 microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank(), dynamic=model.dynamic
             )
-            inputs = inputs.picking(microbatch.batch.loss_mask) if of_loss and model.picked else inputs
+            if of_loss and model.picked:
+                inputs = inputs.picking(microbatch.batch.loss_mask, multiple=model.config.tensor_model_parallel_size)
             inputs, microbatch = inputs.to(device), microbatch.to(device)
         if model.dynamic and inputs.packing.local_cp_size is None:
             # The micro-batch before may have had whole sequences.

@@ -171,11 +171,10 @@ def chunked_head(
 
 
 def picker(module: GPTModel, architecture: Architecture, train: TrainConfig) -> PickedRows | None:
-    """Returns what picks the tokens whose logits are computed, if that is wanted and the module has an output layer for
-    them. Must be called behind `chunked_head`, which then gets the states of these tokens."""
-    wanted = train.loss_logits_only and Parallel.parse(train.parallel).tp == 1
+    """Returns what leaves logits out that no loss reads, such as those of prompts, if the module has an output layer
+    for logits, and no head for multi-token prediction that reads those of whole sequences."""
     has_layer = architecture.num_outputs is None and module.post_process
-    return PickedRows(module.output_layer) if wanted and has_layer else None
+    return PickedRows(module.output_layer) if has_layer and not train.mtp.trains else None
 
 
 def module(architecture: Architecture, config: TransformerConfig, device: torch.device, *, chunk: int) -> GPTModel:

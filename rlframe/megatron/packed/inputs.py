@@ -104,14 +104,19 @@ class PackedInputs:
             batch, rows, SharedPrompts.of(rows, positions, batch.lengths, bounds).on_one_row(), int(bounds[-1]), 1, 0
         )
 
-    def picking(self, mask: Tensor) -> "PackedInputs":
-        """Returns the same, which is on the CPU, with the logits of tokens alone whose successor is in a mask [T], at
-        least of one."""
+    def picking(self, mask: Tensor, *, multiple: int = 1) -> "PackedInputs":
+        """Returns the same, which is on the CPU, with the logits of tokens alone whose successor is in a mask [T]: of
+        all if it is every token's, and of further ones up to a multiple of `multiple`, at least that many."""
         # A row that several sequences share is picked for any of them.
         whole = torch.zeros(self.cp_size * self.token_ids.shape[1], dtype=torch.int64)
         whole.index_put_((self.rows[:-1],), mask[1:].long(), accumulate=True)
-        picked = whole.chunk(self.cp_size)[self.cp_rank].nonzero().squeeze(1)
-        return replace(self, picked=picked if len(picked) else torch.zeros(1, dtype=torch.int64))
+        marks = whole.chunk(self.cp_size)[self.cp_rank] > 0
+        count = max(1, -(-int(marks.sum()) // multiple)) * multiple
+        if count >= len(marks):
+            return self
+        others = (~marks).nonzero().squeeze(1)
+        marks[others[: count - int(marks.sum())]] = True
+        return replace(self, picked=marks.nonzero().squeeze(1))
 
     def to(self, device: torch.device) -> "PackedInputs":
         """Returns the same on `device`."""

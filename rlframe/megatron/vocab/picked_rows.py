@@ -6,29 +6,44 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 
 class PickedRows:
-    """Lets through to Megatron's output layer only the states of the tokens that are picked."""
+    """Lets through to Megatron's output layer only the states of the tokens that are picked.
+
+    Tensor-parallel ranks, which have states of a part of the tokens each, get equal shares of the picked ones, and
+    gather these as they gather all. Adapters and whatever else is in the layer see nothing of it.
+    """
 
     def __init__(self, layer: torch.nn.Module):
-        self._compute, self._rows = layer.forward, None
-        layer.forward = self._forward
+        self._rows: Tensor | None = None
+        layer.register_forward_pre_hook(self._pick)
 
     @contextmanager
     def of(self, rows: Int[Tensor, " N"] | None) -> Iterator[None]:
-        """Makes the model return the logits [1, N, V_local] of these rows. None picks all."""
+        """Makes the model return the logits [1, N, V_local] of these rows. None picks all.
+
+        Args:
+            rows: positions among the tokens of all tensor-parallel ranks, of which N must be a multiple.
+        """
         self._rows = rows
         try:
             yield
         finally:
             self._rows = None
 
-    def _forward(self, states: Tensor, *arguments: Any, **options: Any) -> Any:
-        """Takes the place of the layer's forward."""
-        picked = states if self._rows is None else Picked.apply(states, self._rows)
-        return self._compute(picked, *arguments, **options)
+    def _pick(self, layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._rows is None:
+            return None
+        states, *others = arguments
+        rows, group = self._rows, layer.tp_group
+        if group.size() > 1:
+            # Each rank's gradients are those of its share: summed, they are everyone's.
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True, group=group)
+            rows = rows.chunk(group.size())[group.rank()]
+        return (Picked.apply(states, rows), *others)
 
 
 class Picked(torch.autograd.Function):

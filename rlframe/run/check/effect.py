@@ -135,17 +135,6 @@ NEEDS = (
         ("algorithm",),
     ),
     Need(
-        ("train.loss_logits_only",),
-        lambda run: Parallel.parse(run.train.parallel).tp > 1,
-        "train.parallel={train.parallel}, whose ranks share the output layer",
-    ),
-    Need(
-        ("train.loss_logits_only",),
-        lambda run: algorithm_of(run).output in (Output.VALUES, Output.STATES),
-        "algorithm.name={algorithm.name}, whose model predicts no tokens",
-        ("algorithm",),
-    ),
-    Need(
         ("train.optimizer.min_lr", "train.optimizer.decay_steps"),
         lambda run: run.train.optimizer.schedule is Schedule.CONSTANT,
         "schedule=constant",

@@ -113,7 +113,7 @@ def mtp_faults(train: TrainConfig, architecture: Architecture) -> Iterator[Fault
             why="the head lies on the last stage and reads the embedding, which lies on the first",
             hint="use tp, ep or cp instead of pp",
         )
-    whole = ("share_prompts", "logits_chunk_tokens", "loss_logits_only")
+    whole = ("share_prompts", "logits_chunk_tokens")
     if mtp.trains and (others := [name for name in whole if getattr(train, name)]):
         yield Fault(
             MTP,

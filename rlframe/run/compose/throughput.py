@@ -40,11 +40,11 @@ def trained(model: ModelConfig, train: TrainConfig, algorithm: Algorithm) -> Sha
     )
 
 
-def forward_operations(model: ModelConfig, num_outputs: int | None) -> Callable[[float], float]:
-    """Returns a function of a token's operations in a forward pass, given the mean length of sequences."""
+def forward_operations(model: ModelConfig, num_outputs: int | None) -> Callable[[float, float], float]:
+    """Returns a function of a token's operations in a forward pass; see `Shape.operations`."""
     folder = resolve(model)
     architecture = load_family(folder).architecture(read_config(folder)).with_outputs(num_outputs)
-    return lambda length: training_operations(architecture, mean_length=length) / 3
+    return lambda length, share: training_operations(architecture, mean_length=length, predicted=share) / 3
 
 
 def peak(parts: Parts) -> float | None:

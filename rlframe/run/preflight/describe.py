@@ -154,9 +154,11 @@ def _seconds(plan: Plan) -> Iterator[str]:
     yield f"{parts}; a step {total:.3g}, {rate:,.0f} tokens a second and device"
     speeds = plan.accelerator.speeds
     assert speeds is not None
-    flops = seconds.training_operations(plan.architecture, mean_length=plan.workload.sequence_tokens)
+    work = plan.workload
+    predicted = work.response_tokens / work.sequence_tokens if work.response_tokens else 1.0
+    flops = seconds.training_operations(plan.architecture, mean_length=work.sequence_tokens, predicted=predicted)
     epochs = plan.run.train.epochs_per_batch
-    mfu = flops * plan.workload.tokens * epochs / (plan.update_seconds * plan.parallel.world * speeds.flops)
+    mfu = flops * work.tokens * epochs / (plan.update_seconds * plan.parallel.world * speeds.flops)
     yield f"training at {100 * mfu:.0f} % of the devices' peak (MFU); every response is assumed as long as said above"
 
 

@@ -364,6 +364,7 @@ class Plan:
             speeds=self.accelerator.speeds,
             tokens=division.mean_tokens,
             mean_length=self.workload.sequence_tokens,
+            predicted=division.predicted,
             spans_hosts=parallel.ep * parallel.etp * parallel.tp > self.devices_per_host
             or (parallel.world > self.devices_per_host),
         )

@@ -43,6 +43,7 @@ def operations(
     mean_length: float,
     last: bool,
     mtp: MtpConfig | None = None,
+    predicted: float = 1.0,
 ) -> Operations:
     """Returns the operations of a token. Attention costs 4 for each query's number and each token that the query sees,
     which are s / 2 of a sequence of s tokens without windows and chunks.
@@ -54,11 +55,14 @@ def operations(
         mean_length: sum of the squares of the sequences' tokens over their sum.
         mtp: the head for multi-token prediction, if it is trained. Detached, its use of the output layer has no
             gradient of weights and counts two thirds.
+        predicted: share of the tokens that the loss counts. A language model computes the logits of these alone.
     """
     joined = logits = 0.0
     if last and mtp and mtp.trains and architecture.mtp_layers:
         layers = (*layers, architecture.layer_of_mtp)
         joined, logits = 4.0 * architecture.hidden_size**2, 2 / 3 if mtp.detach else 1.0
+        # Its loss reads the logits of whole sequences.
+        predicted = 1.0
     hidden, heads = architecture.hidden_size, architecture.num_attention_heads
     queries, keys = heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
     projections = 2 * hidden * queries + 2 * hidden * keys
@@ -87,7 +91,7 @@ def operations(
     seen = Counter(
         architecture.seen_tokens(layer, mean_length) for layer in layers if not architecture.has_gated_delta_net(layer)
     )
-    outputs = architecture.vocab_size if architecture.num_outputs is None else architecture.num_outputs
+    outputs = predicted * architecture.vocab_size if architecture.num_outputs is None else architecture.num_outputs
     return Operations(
         dense=2 * ((len(layers) - states) * projections + plain * mlp + sparse * shared) + states * into_states,
         attention=4 * sum(count * tokens for tokens, count in seen.items()) * (heads * width + scoring)
@@ -143,6 +147,8 @@ class TrainerSeconds:
     """Tokens of the mean micro-batch on a rank."""
     mean_length: float
     """Sum of the squares of the sequences' tokens over their sum."""
+    predicted: float = 1.0
+    """Share of a micro-batch's tokens that the loss counts."""
     spans_hosts: bool = False
     """Whether ranks that share experts are on several hosts."""
 
@@ -164,7 +170,14 @@ class TrainerSeconds:
         times = (3.0 if backward else 1.0) + again
         last = stage.stage == parallel.pp - 1
         mtp = train.mtp if backward else None
-        count = operations(memory.architecture, stage.layers, mean_length=self.mean_length, last=last, mtp=mtp)
+        count = operations(
+            memory.architecture,
+            stage.layers,
+            mean_length=self.mean_length,
+            last=last,
+            mtp=mtp,
+            predicted=self.predicted,
+        )
         flops = speeds.flops * (1 if memory.itemsize == 2 else 1 / 16)
         products = flops * constants.DENSE_EFFICIENCY
         fast = constants.FP8_SPEEDUP if train.fp8.recipe is not Fp8Recipe.OFF else 1.0
@@ -420,10 +433,16 @@ def sync(memory: EngineMemory, speeds: Speeds, *, colocated: bool, same_host: bo
     return constants.SYNC_LATENCY_S + max(pulled * remote / (link * constants.SYNC_EFFICIENCY), local)
 
 
-def training_operations(architecture: Architecture, *, mean_length: float, mtp: MtpConfig | None = None) -> float:
-    """Returns the operations of a token of training, as an MFU counts them: without recomputation."""
+def training_operations(
+    architecture: Architecture, *, mean_length: float, mtp: MtpConfig | None = None, predicted: float = 1.0
+) -> float:
+    """Returns the operations of a token of training, as an MFU counts them: without recomputation.
+
+    Args:
+        predicted: see `operations`.
+    """
     layers = tuple(range(architecture.num_layers))
-    return 3 * operations(architecture, layers, mean_length=mean_length, last=True, mtp=mtp).all
+    return 3 * operations(architecture, layers, mean_length=mean_length, last=True, mtp=mtp, predicted=predicted).all
 
 
 def mean_length(lengths: Iterator[int] | list[int]) -> float:

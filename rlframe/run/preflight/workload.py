@@ -51,6 +51,9 @@ class Division:
     """Tokens of the mean micro-batch on a rank."""
     keys_per_token: float
     """Tokens that attention reads for each one that is computed: more than 1 where sequences share a prompt."""
+    predicted: float = 1.0
+    """Share of the tokens that are computed which the loss counts: those of sampled responses. Of given sequences
+    nobody knows how much is prompt."""
 
 
 @lru_cache(maxsize=4096)
@@ -74,6 +77,7 @@ def divide(workload: Workload, train: TrainConfig) -> Division:
         tokens=max(1, min(share * length, budget) // parallel.cp),
         mean_tokens=max(1, share * length // microbatches // parallel.cp),
         keys_per_token=max(1, workload.sequence_tokens) / length,
+        predicted=min(1.0, workload.response_tokens / length) if workload.response_tokens else 1.0,
     )
 
 

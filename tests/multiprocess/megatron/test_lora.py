@@ -301,7 +301,9 @@ def check(case: dict[str, Any], model: Any, disk: dict[str, torch.Tensor], resul
     logprobs = logprobs_with(model, whole)
     (-(weights_of(sequences()) * logprobs).sum()).backward()
     base = logprobs_with(model, disk).detach()
-    for name, wanted in (("logprobs", logprobs.detach()), ("reference", base)):
+    # Those of tokens outside of the loss are not computed.
+    mask = sequences().loss_mask
+    for name, wanted in (("logprobs", logprobs.detach() * mask), ("reference", base * mask)):
         torch.testing.assert_close(joined(results, name), wanted, atol=1e-4, rtol=0, msg=lambda t: f"{tell}: {t}")
     assert case.get("new") or (logprobs.detach() - base).abs().max() > 0.05, f"{tell}: the adapter does nothing"
     for result in results:

@@ -395,9 +395,13 @@ def check_logits_of_tokens_in_the_loss_alone() -> None:
     shared = replace(batch, shared=torch.tensor([0, 2]), loss_mask=torch.tensor([0, 0, 0, 1, 0, 1, 0]).bool())
     inputs = PackedInputs.of(shared, 1).picking(shared.loss_mask)
     assert inputs.picked is not None and inputs.picked.tolist() == [0, 2]
-    # One row stays where the loss counts none.
-    nothing = PackedInputs.of(batch, 4).picking(torch.zeros(7, dtype=torch.bool))
-    assert nothing.picked is not None and nothing.picked.tolist() == [0]
+    # One row for each of two ranks stays where the loss counts none, and joins where it counts three.
+    nothing = PackedInputs.of(batch, 4).picking(torch.zeros(7, dtype=torch.bool), multiple=2)
+    assert nothing.picked is not None and nothing.picked.tolist() == [0, 1]
+    even = PackedInputs.of(batch, 4).picking(batch.loss_mask, multiple=2)
+    assert even.picked is not None and even.picked.tolist() == [0, 1, 2, 5]
+    # All rows are themselves.
+    assert PackedInputs.of(batch, 4).picking(batch.loss_mask, multiple=8).picked is None
     # Of two ranks the second has all of them: tokens 1 and 2 of either sequence.
     first, second = (PackedInputs.of(batch, 1, cp_size=2, cp_rank=rank).picking(batch.loss_mask) for rank in range(2))
     assert first.picked is not None and first.picked.tolist() == [0]

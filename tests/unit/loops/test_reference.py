@@ -89,9 +89,12 @@ def test_of_other_data_only_what_is_new_is_computed(tmp_path: Path, stream: Pref
     assert policy.computed == 10
 
 
-def test_a_key_is_of_the_tokens_alone() -> None:
+def test_a_key_is_of_the_tokens_and_of_those_that_the_loss_counts() -> None:
     def key(tokens: list[int], learnt: list[bool]) -> bytes:
         lengths = torch.tensor([len(tokens)])
         return keys(Sequences(token_ids=torch.tensor(tokens), lengths=lengths, loss_mask=torch.tensor(learnt)))[0]
 
-    assert key([1, 2], [False, True]) == key([1, 2], [False, False]) != key([2, 1], [False, True])
+    once = key([1, 2], [False, True])
+    assert once == key([1, 2], [False, True]) != key([2, 1], [False, True])
+    # Its logprobs were not computed.
+    assert once != key([1, 2], [False, False])

@@ -93,15 +93,8 @@ class Setup:
             "offload_activations": self.long,
             # Divides no rank's tokens: the last chunk is shorter.
             "logits_chunk_tokens": 7 if self.long else None,
-            "loss_logits_only": self.leaves_out,
             "share_prompts": self.model in SHARED,
         }
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether logits that the loss does not read are left out: in many layouts that allow it."""
-        parallel = self.parallel
-        return parallel.tp == 1 and (parallel.cp > 1 or self.long or self.recompute is not Recompute.NONE)
 
 
 ROLLOUT_AGGREGATIONS = (Aggregation.PROMPT_MEAN, Aggregation.SEQ_MEAN_TOKEN_SUM_NORM)

@@ -11,19 +11,20 @@ TIMES = {"time/train_s": 2.0, "time/reference_s": 1.0, "time/rollout_s": 4.0, "t
 
 
 def shape(devices: int, epochs: int = 1) -> Shape:
-    """A token costs 10 operations, and 2 for each token of its sequence."""
-    return Shape(devices=devices, operations=lambda length: 10 + 2 * length, epochs=epochs)
+    """A token costs 6 operations, 4 if the loss counts it, and 2 for each token of its sequence."""
+    return Shape(devices=devices, operations=lambda length, share: 6 + 4 * share + 2 * length, epochs=epochs)
 
 
 def test_phases_by_tokens_and_operations_of_a_device() -> None:
     throughput = Throughput(shapes={"policy": shape(2, epochs=3)}, peak=10_800.0)
-    # Sequences of 4 and 12 tokens: a mean length of (16 + 144) / 16 = 10, so 30 operations a token of a forward pass.
-    assert throughput.of_training(TIMES, np.array([4, 12])) == pytest.approx(
+    # Sequences of 4 and 12 tokens: a mean length of (16 + 144) / 16 = 10, half of them in the loss, so 28 operations a
+    # token of a forward pass.
+    assert throughput.of_training(TIMES, np.array([4, 12]), 8) == pytest.approx(
         {
             "throughput/train_tokens_per_s_device": 12.0,  # 3 * 16 tokens in 2 s on 2 devices
-            "throughput/train_mfu_fraction": 12 * 90 / 10_800,
+            "throughput/train_mfu_fraction": 12 * 84 / 10_800,
             "throughput/reference_tokens_per_s_device": 8.0,
-            "throughput/reference_mfu_fraction": 8 * 30 / 10_800,
+            "throughput/reference_mfu_fraction": 8 * 28 / 10_800,
         }
     )
 
@@ -46,5 +47,5 @@ def test_sampled_tokens_see_the_prompt_and_each_other() -> None:
 
 
 def test_nothing_is_said_of_roles_that_a_run_lacks() -> None:
-    assert Throughput().of_training(TIMES, np.array([4])) == {}
+    assert Throughput().of_training(TIMES, np.array([4]), 3) == {}
     assert Throughput().of_sampling(TIMES, np.array([4]), np.array([2])) == {}

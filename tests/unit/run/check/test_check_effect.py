@@ -63,18 +63,6 @@ AHEAD = ["cluster.colocate=false", "loop.max_policy_lag=2"]
         ),
         (
             "grpo_qwen3_moe",
-            ["train.parallel=t2", "train.loss_logits_only=true"],
-            "train.loss_logits_only has no effect with train.parallel=t2, whose ranks share the output layer, got "
-            "true; remove it",
-        ),
-        (
-            "reward_model_qwen3_moe_tiny",
-            ["train.loss_logits_only=true"],
-            "train.loss_logits_only has no effect with algorithm.name=reward_model, whose model predicts no tokens, "
-            "got true; remove it",
-        ),
-        (
-            "grpo_qwen3_moe",
             ["train.optimizer.decay_fraction=0.5"],
             "train.optimizer.decay_fraction has no effect with schedule=linear, only with wsd, got 0.5; remove it",
         ),

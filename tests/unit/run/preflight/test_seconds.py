@@ -98,6 +98,15 @@ def test_gated_delta_nets_cost_the_same_at_any_length_and_keep_states() -> None:
     assert other.attention == 2 * 1000 * 16 * 256
 
 
+def test_logits_are_counted_of_tokens_in_the_loss_alone(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", MOE)
+    whole, half = (
+        seconds.operations(found.architecture, (), mean_length=1.0, last=True, predicted=share) for share in (1.0, 0.5)
+    )
+    assert whole.head == 2 * half.head == 2 * 2048 * 151936
+    assert found.division.predicted == found.workload.response_tokens / found.workload.sequence_tokens
+
+
 def test_an_engine_keeps_keys_and_values_of_every_fourth_layer_of_qwen3_next(tmp_path: Path) -> None:
     engine = planned(tmp_path / "a", STATES).engine
     assert engine is not None

@@ -50,6 +50,8 @@ OUTSIDE_TORCH = ("CUDA's context", "NCCL's buffers")
 """Parts that torch does not count."""
 FORMER = {"minibatches": "num_minibatches", "epochs": "epochs_per_batch"}
 """Settings of results that have another name since."""
+REMOVED = {"offload", "loss_logits_only"}
+"""Settings of results that there are no more, all at their defaults."""
 UNSEEN: dict[str, dict[str, Any]] = {
     "8b_t2": {"model": "qwen3_8b", "train": {"parallel": "d1t2", "optimizer": {"precision_aware": True}}},
     "8b_p2": {
@@ -172,7 +174,7 @@ def measured() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def settings(name: str, outcome: Mapping[str, Any]) -> TrainConfig:
     """Returns the settings of a measured step under their present names."""
-    values = {FORMER.get(key, key): value for key, value in outcome["train"].items() if key != "offload"}
+    values = {FORMER.get(key, key): value for key, value in outcome["train"].items() if key not in REMOVED}
     if "cutlass_experts" not in values["kernels"]:
         # Before the setting existed, CUTLASS was chosen by an environment variable.
         values["kernels"] = values["kernels"] | {"cutlass_experts": name.endswith("_cutlass")}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -367,6 +368,23 @@ def module_output(
     return functional_call(module, copies, kwargs=arguments)
 
 
+def packed(model: Model, batch: Sequences, context: dist.ProcessGroup, *, of_loss: bool) -> PackedInputs:
+    """Returns a micro-batch as input of the model, on the CPU.
+
+    Args:
+        of_loss: see `run`.
+    """
+    tp = model.config.tensor_model_parallel_size
+    inputs = PackedInputs.of(
+        batch,
+        tp * token_multiple(model.config),
+        cp_size=context.size(),
+        cp_rank=context.rank(),
+        dynamic=model.dynamic,
+    )
+    return inputs.picking(batch.loss_mask, multiple=tp) if of_loss and model.picked else inputs
+
+
 def run(
     model: Model,
     microbatches: list[Microbatch],
@@ -383,7 +401,6 @@ def run(
         with_mtp: whether the head for multi-token prediction runs too; see `module_output`.
         of_loss: whether logits of tokens that the loss does not count may be left out.
     """
-    multiple = model.config.tensor_model_parallel_size * token_multiple(model.config)
     context = parallel_state.get_context_parallel_group()
     device, count = device_of(model), len(microbatches)
     if len(model.chunks) > 1:
@@ -397,12 +414,8 @@ def run(
         mark(f"forward {next(numbers)} of {len(microbatches) * len(model.chunks)} micro-batches")
         microbatch = next(iterator)
         with one_thread():
-            inputs = PackedInputs.of(
-                microbatch.batch, multiple, cp_size=context.size(), cp_rank=context.rank(), dynamic=model.dynamic
-            )
-            if of_loss and model.picked:
-                inputs = inputs.picking(microbatch.batch.loss_mask, multiple=model.config.tensor_model_parallel_size)
-            inputs, microbatch = inputs.to(device), microbatch.to(device)
+            inputs = packed(model, microbatch.batch, context, of_loss=of_loss).to(device)
+            microbatch = microbatch.to(device)
         if model.dynamic and inputs.packing.local_cp_size is None:
             # The micro-batch before may have had whole sequences.
             inputs.packing.cp_group, inputs.packing.local_cp_size = context, context.size()

@@ -57,12 +57,10 @@ def operations(
             gradient of weights and counts two thirds.
         predicted: share of the tokens that the loss counts. A language model computes the logits of these alone.
     """
-    joined = logits = 0.0
     if last and mtp and mtp.trains and architecture.mtp_layers:
         layers = (*layers, architecture.layer_of_mtp)
-        joined, logits = 4.0 * architecture.hidden_size**2, 2 / 3 if mtp.detach else 1.0
-        # Its loss reads the logits of whole sequences.
-        predicted = 1.0
+    else:
+        mtp = None
     hidden, heads = architecture.hidden_size, architecture.num_attention_heads
     queries, keys = heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
     projections = 2 * hidden * queries + 2 * hidden * keys
@@ -91,14 +89,26 @@ def operations(
     seen = Counter(
         architecture.seen_tokens(layer, mean_length) for layer in layers if not architecture.has_gated_delta_net(layer)
     )
-    outputs = predicted * architecture.vocab_size if architecture.num_outputs is None else architecture.num_outputs
     return Operations(
         dense=2 * ((len(layers) - states) * projections + plain * mlp + sparse * shared) + states * into_states,
         attention=4 * sum(count * tokens for tokens, count in seen.items()) * (heads * width + scoring)
         + states * in_states,
         experts=2 * sparse * each,
-        head=2 * hidden * outputs * (1 + logits) + joined if last else 0.0,
+        head=_head_operations(architecture, mtp, predicted) if last else 0.0,
     )
+
+
+def _head_operations(architecture: Architecture, mtp: MtpConfig | None, predicted: float) -> float:
+    """Returns the operations of a token in the output layer, and of what joins states with tokens if the head for
+    multi-token prediction is trained, whose loss reads the logits of whole sequences."""
+    hidden = architecture.hidden_size
+    if architecture.num_outputs is not None:
+        predicted, outputs = 1.0, architecture.num_outputs
+    else:
+        outputs = architecture.vocab_size
+    if mtp is None:
+        return 2 * hidden * outputs * predicted
+    return 2 * hidden * outputs * (1 + (2 / 3 if mtp.detach else 1.0)) + 4.0 * hidden**2
 
 
 def gated_delta_operations(architecture: Architecture) -> tuple[float, float]:

@@ -169,9 +169,19 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
+        "rlframe/loops/reference.py",
+        "tests/unit/loops/test_reference.py",
+        (
+            "reference logprobs are found whatever the loss counts",
+            "tokens.numpy().tobytes() + mask.numpy().tobytes()",
+            "tokens.numpy().tobytes()",
+        ),
+    ),
+    *faults(
         "rlframe/megatron/packed/inputs.py",
         "tests/multiprocess/megatron/test_packed.py",
         ("logits of the tokens of the loss, not before them", "mask[1:].long()", "mask[:-1].long()"),
+        ("tensor-parallel ranks get unequal shares of logits", "-(-int(marks.sum()) // multiple)", "int(marks.sum())"),
     ),
     *faults(
         "rlframe/megatron/model/layers/query_key.py",

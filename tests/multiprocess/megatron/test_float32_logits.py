@@ -44,7 +44,10 @@ def on_rank(rank: int, init_method: str, folder: str, tied: str) -> dict[str, di
         trainer = start(f"{init_method}-{name}", folder, float32_logits=float32_logits, chunk=chunk)
         (microbatch,) = microbatches(1000)
         layer, seen = trainer.model.chunks[0].module.output_layer, []
-        hook = layer.register_forward_pre_hook(lambda _, arguments, seen=seen: seen.append(arguments[0].detach()))
+        # Before the tokens of the loss are picked.
+        hook = layer.register_forward_pre_hook(
+            lambda _, arguments, seen=seen: seen.append(arguments[0].detach()), prepend=True
+        )
         (logprobs,) = trainer.logprobs([microbatch], reference=False)
         forward.accumulate_gradients(trainer.model, [microbatch], Weighted(), temperature=TEMPERATURE)
         ((_, gradient),) = exported_gradients(trainer)[HEAD]
@@ -108,7 +111,7 @@ def from_states(states: torch.Tensor, weight: torch.Tensor, microbatch: Any) -> 
     logprobs = torch.cat([predicted.new_zeros(1), predicted]).index_fill(0, first, 0.0)
     (-(microbatch.weights * logprobs).sum()).backward()
     assert weight.grad is not None
-    return {"expected_logprobs": logprobs.detach().float(), "expected_gradient": weight.grad.float()}
+    return {"expected_logprobs": logprobs.detach().float() * batch.loss_mask, "expected_gradient": weight.grad.float()}
 
 
 @pytest.fixture(scope="module")

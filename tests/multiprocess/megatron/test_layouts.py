@@ -254,7 +254,7 @@ def check(name: str, reference: Any, disk: dict[str, torch.Tensor], results: lis
     for what, values in zip(("logprobs", "entropies"), of_tokens, strict=True):
         ours = join([r[what] for r in reporting], reporting[0]["plan"], batch.lengths)
         torch.testing.assert_close(
-            ours, values, atol=1e-4, rtol=0, msg=lambda text, what=what: f"{name}, {what}: {text}"
+            ours, values * batch.loss_mask, atol=1e-4, rtol=0, msg=lambda text, what=what: f"{name}, {what}: {text}"
         )
 
     exported = assemble(results, "weights", {key: value.shape for key, value in disk.items()})

@@ -209,7 +209,7 @@ def trained(
         prompts=world, rollout=world, leases=leases, attempts=world.attempts, scorer=None, sampler=Noted(world),
         phase=phase,
         checkpoints=checkpoints, export=lambda folder: None,
-        throughput=Throughput(shapes={"rollout": Shape(devices=2, operations=lambda length: length)}),
+        throughput=Throughput(shapes={"rollout": Shape(devices=2, operations=lambda length, share: length * share)}),
     )  # fmt: skip
     for step in range(1, STEPS + 1):
         loop.step(step)

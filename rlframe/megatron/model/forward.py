@@ -127,7 +127,7 @@ def aligned(values: Tensor, batch: Sequences, inputs: PackedInputs) -> Tensor:
     all of them.
     """
     whole = inputs.gathered(inputs.of_all(values), parallel_state.get_context_parallel_group())
-    predicted = batch.loss_mask.to(torch.float32, copy=True).view(-1, *[1] * (whole.dim() - 1))
+    predicted = batch.loss_mask.float().view(-1, *[1] * (whole.dim() - 1))
     # Not by an assignment, which copies the number from host memory and waits for the device to do so.
     predicted.index_fill_(0, torch.cumsum(batch.lengths, 0) - batch.lengths, 0.0)
     return torch.cat([whole.new_zeros(1, *whole.shape[1:]), whole])[: batch.num_tokens] * predicted

@@ -40,7 +40,7 @@ class PickedRows:
         states, *others = arguments
         rows, group = self._rows, layer.tp_group
         if group.size() > 1:
-            # Each rank's gradients are those of its share: summed, they are everyone's.
+            # A rank's gradients are those of its own rows; the backward pass sums them over the ranks.
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True, group=group)
             rows = rows.chunk(group.size())[group.rank()]
         return (Picked.apply(states, rows), *others)

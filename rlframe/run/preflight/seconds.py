@@ -103,12 +103,11 @@ def _head_operations(architecture: Architecture, mtp: MtpConfig | None, predicte
     multi-token prediction is trained, whose loss reads the logits of whole sequences."""
     hidden = architecture.hidden_size
     if architecture.num_outputs is not None:
-        predicted, outputs = 1.0, architecture.num_outputs
-    else:
-        outputs = architecture.vocab_size
+        return 2 * hidden * architecture.num_outputs
+    logits = 2 * hidden * architecture.vocab_size
     if mtp is None:
-        return 2 * hidden * outputs * predicted
-    return 2 * hidden * outputs * (1 + (2 / 3 if mtp.detach else 1.0)) + 4.0 * hidden**2
+        return logits * predicted
+    return logits * (1 + (2 / 3 if mtp.detach else 1.0)) + 4.0 * hidden**2
 
 
 def gated_delta_operations(architecture: Architecture) -> tuple[float, float]:

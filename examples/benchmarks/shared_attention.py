@@ -50,11 +50,14 @@ CASES = {
     "equal": Case(groups=32, prompt=170, mean=256),
     "begin": Case(groups=32, prompt=170, mean=16),
     "tail": Case(groups=8, prompt=4096, mean=300),
+    "few": Case(groups=5, group=2, prompt=4096, mean=500),
     "one": Case(groups=1, prompt=4096, mean=500),
     "single": Case(groups=1, group=1, prompt=4096, mean=800),
     "apart": Case(groups=8, group=1, prompt=4096, mean=800),
     "equal_8b": Case(groups=32, prompt=170, mean=256, heads=(32, 8)),
     "tail_8b": Case(groups=8, prompt=4096, mean=300, heads=(32, 8)),
+    "apart_8b": Case(groups=8, group=1, prompt=4096, mean=800, heads=(32, 8)),
+    "equal_30b": Case(groups=32, prompt=170, mean=256, heads=(32, 4)),
     "tail_30b": Case(groups=8, prompt=4096, mean=300, heads=(32, 4)),
     "alone": Case(groups=256, group=1, prompt=170, mean=256),
 }
@@ -159,8 +162,8 @@ def flash(q: Tensor, caches: list[Tensor], tables: Tensor, lengths: Tensor, out:
 
 def tunings() -> Iterator[Tuning]:
     """Those that `--search` tries."""
-    for queries in (16, 32, 64):
-        yield tuning_for(queries)
+    for group in (16, 32, 64):
+        yield tuning_for(group)
     for programs, tokens, warps, stages in itertools.product((2, 4, 6, 8, 11), (16, 32, 64), (1, 2, 4), (2, 3, 4)):
         # Those that fit a processor's shared memory of 228 KiB, and are not too many for its registers.
         if tokens * SIZE * 4 * stages * min(programs, 4) <= 228 << 10 and programs * warps <= 32:

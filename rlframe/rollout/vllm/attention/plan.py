@@ -17,6 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+QUERIES = 16
+"""Most queries of an item, if one sequence has no more: the fewest that a product takes. Most items are the own tokens
+of one sequence, whose few queries would fill a quarter of a larger block. 256 sequences with 32 heads of queries and 8
+of keys took 90 microseconds with blocks of 16 and 129 with blocks of 32, 64 of eight prompts of 4,096 tokens 78 and 88;
+with 4 heads of keys 51 with 16 and 72 with 64, and 59 and 56 (H200, 2026-11-30)."""
 CHUNK_STEP = 64
 """Tokens of an item whose range is divided are a multiple of it."""
 ITEMS_PER_PROGRAM = 4
@@ -78,19 +83,24 @@ def _find_groups(tables, lengths, depths, groups, num_rows, width, halvings, PAG
 
 @triton.jit
 def _chunk_of(
-    tokens, shared, heads, programs, budget,
-    LEAST: tl.constexpr, FULL: tl.constexpr, STEP: tl.constexpr, PER_PROGRAM: tl.constexpr,
+    tokens, shared, longest, heads, programs, budget,
+    LEAST: tl.constexpr, FULL: tl.constexpr, LONG: tl.constexpr, STEP: tl.constexpr, PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """Returns the most tokens of an item whose range is divided.
 
     Args:
         tokens: that are read.
         shared: of all sequences, each counted for itself.
+        longest: number of items of `LONG` tokens.
         budget: most results of shared tokens.
     """
+    each = tl.cdiv(tokens * heads, programs)
+    # Where all items run at once, half of the programs read as fast as all, and longer ranges have less to begin and to
+    # join. Where they do not, short ones leave fewer programs idle at the end.
+    alone = tl.minimum(tl.maximum(2 * each, LEAST), LONG)
+    in_turns = tl.minimum(tl.maximum(each, LEAST), FULL)
+    least = tl.where(longest * heads <= programs, alone, in_turns)
     chunk = tl.maximum(tl.cdiv(tokens * heads, programs * PER_PROGRAM), tl.cdiv(shared, budget))
-    # Longer ranges have less to begin and to join, where no program would be idle.
-    least = tl.minimum(tl.maximum(tl.cdiv(tokens * heads, programs), LEAST), FULL)
     return tl.maximum(tl.cdiv(chunk, STEP) * STEP, least)
 
 
@@ -103,10 +113,11 @@ def _parts_of(tokens, chunk, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _divide(items, first, number, place, rows, begin, end, chunk, slot, me):
-    """Stores `number` items of `chunk` tokens of row `me` each, the last of which may have fewer."""
+def _divide(items, first, step, number, place, rows, begin, end, chunk, slot, me):
+    """Stores `number` items of `chunk` tokens of row `me` each, the last of which may have fewer. They are `step` items
+    apart."""
     for index in range(0, number):
-        item = items + (first + index) * 6
+        item = items + (first + index * step) * 6
         tl.store(item, place)
         tl.store(item + 1, rows)
         tl.store(item + 2, begin + index * chunk)
@@ -117,24 +128,10 @@ def _divide(items, first, number, place, rows, begin, end, chunk, slot, me):
 
 @triton.jit(do_not_specialize=VARYING)
 def _make_items(
-    lengths,
-    groups,
-    order,
-    items,
-    parts,
-    count,
-    num_rows,
-    heads,
-    programs,
-    budget,
-    ROWS: tl.constexpr,
-    PAGE: tl.constexpr,
-    LEAST: tl.constexpr,
-    FULL: tl.constexpr,
-    STEP: tl.constexpr,
-    PER_PROGRAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    lengths, groups, order, items, parts, count, num_rows, heads, programs, budget,
+    ROWS: tl.constexpr, PAGE: tl.constexpr, LEAST: tl.constexpr, FULL: tl.constexpr, LONG: tl.constexpr,
+    STEP: tl.constexpr, PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Computes the items that begin with a row, and the places of its results."""
     me = tl.program_id(0)
     each = tl.arange(0, BLOCK)
@@ -145,10 +142,12 @@ def _make_items(
     size = tl.load(groups + each * 4 + 2, mask=used, other=0)
     shared = tl.load(groups + each * 4 + 3, mask=used, other=0)
     own = length - shared
-    tokens = tl.sum(own) + tl.sum(tl.where(rank == 0, shared, 0))
-    chunk = _chunk_of(tokens, tl.sum(shared), heads, programs, budget, LEAST, FULL, STEP, PER_PROGRAM)
     rows = tl.where(used & (rank % ROWS == 0), tl.minimum(size - rank, ROWS), 0)
-    num_shared, shared_chunk = _parts_of(tl.where(rows > 0, shared, 0), chunk, PAGE)
+    read = tl.where(rows > 0, shared, 0)
+    longest = tl.sum(tl.cdiv(own, LONG)) + tl.sum(tl.cdiv(read, LONG))
+    numbers = (tl.sum(own) + tl.sum(read), tl.sum(shared), longest, heads, programs, budget)
+    chunk = _chunk_of(*numbers, LEAST, FULL, LONG, STEP, PER_PROGRAM)
+    num_shared, shared_chunk = _parts_of(read, chunk, PAGE)
     num_own, own_chunk = _parts_of(own, chunk, PAGE)
     all_shared, all_slots = tl.sum(num_shared), tl.sum(num_shared * rows)
     tl.store(count, all_shared + tl.sum(num_own), mask=me == 0)
@@ -159,14 +158,17 @@ def _make_items(
     place = tl.sum((used & (leader < my_leader)).to(tl.int32)) + my_rank
     if my_length > 0:
         tl.store(order + place, me)
-    # The tokens that its group shares, if it is the first of up to ROWS of it, and its own tokens.
-    first, slot = tl.sum(tl.where(before, num_shared, 0)), tl.sum(tl.where(before, num_shared * rows, 0))
+    # The tokens that its group shares, if it is the first of up to ROWS of it, and its own tokens. Items of the same
+    # tokens follow one another, so that they are read from memory once, and then from the GPU's cache.
+    blocks = tl.cdiv(tl.sum(tl.where(mine, size, 0)), ROWS)
+    first = tl.sum(tl.where(used & (leader < my_leader), num_shared, 0)) + my_rank // ROWS
+    slot = tl.sum(tl.where(before, num_shared * rows, 0))
     number, my_chunk = tl.sum(tl.where(mine, num_shared, 0)), tl.sum(tl.where(mine, shared_chunk, 0))
-    _divide(items, first, number, place, my_rows, 0, my_shared, my_chunk, slot, me)
+    _divide(items, first, blocks, number, place, my_rows, 0, my_shared, my_chunk, slot, me)
     first = all_shared + tl.sum(tl.where(before, num_own, 0))
     slot = all_slots + tl.sum(tl.where(before, num_own, 0))
     my_own, my_chunk = tl.sum(tl.where(mine, num_own, 0)), tl.sum(tl.where(mine, own_chunk, 0))
-    _divide(items, first, my_own, place, 1, my_shared, my_length, my_chunk, slot, me)
+    _divide(items, first, 1, my_own, place, 1, my_shared, my_length, my_chunk, slot, me)
     # Where its results are.
     head = used & (leader == my_leader) & (rank == my_rank - my_rank % ROWS)
     head_row = tl.sum(tl.where(head, each, 0))
@@ -193,13 +195,15 @@ class Tuning:
     """Fewest tokens of an item whose range is divided."""
     full_chunk: int = 256
     """The same where that leaves no program idle."""
+    long_chunk: int = 384
+    """The same where so few items are needed that all run at once."""
 
 
 NARROW, MIDDLE, WIDE = Tuning(8, 16, 1, 3, 128, 192), Tuning(4, 16, 2, 3), Tuning(6, 16, 4, 3)
 """For items of up to 16 queries, up to 32, and more. The first is the best of 27 in six batches on an H200, the others
-are the best of twelve in one or two batches, while an engine started on the same GPU. Eight sequences that share
-nothing took 47.8 microseconds with items of 192 tokens and 51 with 128, eight of one prompt 18.0 and 16.8 (2026-11-29,
-by hand)."""
+are the best of twelve in one or two batches, while an engine started on the same GPU, with other bounds of `chunk`.
+Its bounds are the best of 20 in 16 batches: ten sequences of five prompts of 4,096 tokens took 33 microseconds with
+items of 384 tokens, 41 with 192, and 64 of eight such prompts 74 and 70 (H200, 2026-11-30)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,7 +257,8 @@ class Plan:
             processors: number of the device's multiprocessors.
             tuning: what the number of queries asks for when None.
         """
-        tuning = tuning or tuning_for(queries_of_item(query_heads // heads))
+        group = query_heads // heads
+        tuning = tuning or tuning_for(group)
         programs = tuning.programs * processors
         # Each sequence has at most one range that is not full, of shared tokens and of its own.
         num_slots = 2 * max_rows + most_shared(max_rows) + ITEMS_PER_PROGRAM * programs
@@ -263,7 +268,7 @@ class Plan:
 
         return cls(
             page=page,
-            rows=rows_of_item(query_heads // heads),
+            rows=rows_of_item(group),
             heads=heads,
             programs=programs,
             tuning=tuning,
@@ -309,6 +314,7 @@ class Plan:
             PAGE=self.page,
             LEAST=self.tuning.chunk,
             FULL=self.tuning.full_chunk,
+            LONG=self.tuning.long_chunk,
             STEP=CHUNK_STEP,
             PER_PROGRAM=ITEMS_PER_PROGRAM,
             BLOCK=block,
@@ -321,18 +327,17 @@ def most_shared(max_rows: int) -> int:
 
 
 def rows_of_item(group: int) -> int:
-    """Returns the most sequences of an item whose heads of keys and values are each read by `group` heads of queries:
-    a block of at least 16 and at most 64 queries."""
-    return max(16 // group, min(8, 64 // group), 1)
+    """Returns the most sequences of an item, where `group` heads of queries read each head of keys and values."""
+    return max(QUERIES // group, 1)
 
 
 def queries_of_item(group: int) -> int:
     """Returns the queries of a block, some of which may be unused."""
-    return max(16, triton.next_power_of_2(rows_of_item(group) * group))
+    return max(QUERIES, triton.next_power_of_2(rows_of_item(group) * group))
 
 
-def tuning_for(queries: int) -> Tuning:
-    """Returns the tuning for items of as many queries."""
-    if queries <= 16:
+def tuning_for(group: int) -> Tuning:
+    """Returns the tuning where `group` heads of queries read each head of keys and values."""
+    if group <= QUERIES:
         return NARROW
-    return MIDDLE if queries <= 32 else WIDE
+    return MIDDLE if group <= 2 * QUERIES else WIDE

@@ -69,6 +69,7 @@ def over(base: Any) -> Any:
             # vLLM copies all values of all slots in every step, 0.19 ms. New requests alone change them.
             if self.staged:
                 super().apply_staged_writes()
+                self.one_pass.take()
                 self.staged = False
 
         def __call__(self, logits: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,16 +111,32 @@ class OnePass:
             dtype: of logits, for which the kernels are compiled at once.
         """
         self._sampler = sampler
-        rows = len(sampler.sampling_states.temperature.np)
+        states, bias = sampler.sampling_states, sampler.logit_bias_state
+        self._theirs = (states.seeds, states.temperature, bias.min_lens, bias.num_stop_token_ids)
+        self._seeds, self._temperatures, self._least, self._counts = map(self._like, self._theirs)
+        self.take()
+        rows = len(states.temperature.np)
         # Of a step in which every row samples one token.
         self._all = torch.ones(rows, dtype=torch.int32, device=device)
         self._none = torch.zeros(rows, dtype=torch.int32, device=device)
-        logits: Tensor = torch.zeros(1, sampler.sampling_states.vocab_size, dtype=dtype, device=device)
+        logits: Tensor = torch.zeros(1, states.vocab_size, dtype=dtype, device=device)
         slots = torch.zeros(1, dtype=torch.int32, device=device)
         for stops in (None, self._stops()):
             for divides in (False, True):
                 self._draw(logits, slots, slots, stops=stops, divides=divides)
         self.draw(logits.float(), slots, slots.long())
+
+    @staticmethod
+    def _like(theirs: Any) -> Tensor:
+        """Returns a tensor of the device that can hold what one of vLLM's has."""
+        return torch.empty_like(theirs.gpu)
+
+    def take(self) -> None:
+        """Copies the requests' values. vLLM has them in the host's memory, where each program of a kernel would read
+        them: 43 microseconds in place of 6 for four rows (H200, 2026-11-30)."""
+        ours = (self._seeds, self._temperatures, self._least, self._counts)
+        for held, theirs in zip(ours, self._theirs, strict=True):
+            held.copy_(theirs.gpu, non_blocking=True)
 
     def choice(self, input_batch: Any) -> tuple[Stops | None, bool]:
         """Returns the tokens that requests of a batch may not sample yet, None if all may, and whether temperatures
@@ -173,12 +190,11 @@ class OnePass:
         return self._draw(logits, slots, places + 1, divides=False)[0]
 
     def _draw(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        states = self._sampler.sampling_states
-        return draw(*args, seeds=states.seeds.gpu, temperatures=states.temperature.gpu, **options)
+        return draw(*args, seeds=self._seeds, temperatures=self._temperatures, **options)
 
     def _stops(self) -> Stops:
-        bias = self._sampler.logit_bias_state
-        return Stops(least=bias.min_lens.gpu, counts=bias.num_stop_token_ids.gpu, tokens=bias.stop_token_ids.gpu)
+        tokens = self._sampler.logit_bias_state.stop_token_ids.gpu
+        return Stops(least=self._least, counts=self._counts, tokens=tokens)
 
     def _upload(self, sampled: Bool[np.ndarray, " B"]) -> Int[Tensor, " B"]:
         found = torch.from_numpy(sampled.astype(np.int32))

@@ -177,6 +177,8 @@ class Sampler:
 
     def __init__(self) -> None:
         vars(self).update(vars(vllm_sampler()))
+        # Seeds come with requests.
+        self.sampling_states.seeds = SimpleNamespace(gpu=torch.zeros_like(SEEDS))
         self.sampling_states.num_logprobs = np.full(4, -1)
         self.sampling_states.apply_temperature = lambda *_: None
         # Every row samples its first token.
@@ -190,7 +192,8 @@ class Sampler:
         self.copies += 1
 
     def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
-        """Takes the values of a request, which `vllm_sampler` has."""
+        """Takes the seed of a request, whose other values `vllm_sampler` has."""
+        self.sampling_states.seeds.gpu[req_idx] = SEEDS[req_idx]
 
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
         slots, places = input_batch.idx_mapping, input_batch.seq_lens[: len(logits)] - 1

@@ -24,7 +24,7 @@ def tables_of(pages: Sequence[Sequence[int]]) -> Tensor:
 
 def plan_of(max_rows: int, *, query_heads: int = HEADS, programs: int = 1, tokens: int = 16, chunk: int = 256) -> Plan:
     return Plan.of(
-        tuning=Tuning(8, tokens, 1, 1, chunk),
+        tuning=Tuning(8, tokens, 1, 1, chunk, long_chunk=chunk),
         max_rows=max_rows,
         page=PAGE,
         heads=HEADS,
@@ -111,13 +111,14 @@ def test_keys_and_values_are_written_to_their_slots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "items"),
+    ("tokens", "long", "items"),
     # Of 70 tokens while there are fewer than the 8 programs, of 100 where there are more, and of 128, a multiple of
-    # CHUNK_STEP, so that no program has more than four for its two heads. Items are whole pages of four tokens.
-    [(280, 4), (400, 4), (800, 8), (2000, 16)],
+    # CHUNK_STEP, so that no program has more than four for its two heads. Where items of `long` tokens are no more than
+    # programs: for half of these, of 70 tokens at least, and of `long` at most. Items are whole pages of four tokens.
+    [(280, 40, 4), (400, 40, 4), (800, 40, 8), (2000, 40, 16), (100, 200, 2), (280, 200, 2), (600, 200, 3)],
 )
-def test_items_are_longer_where_no_program_is_idle(tokens: int, items: int) -> None:
-    plan = replace(plan_of(1), tuning=Tuning(8, 16, 1, 1, 70, 100))
+def test_items_are_longer_where_no_program_is_idle(tokens: int, long: int, items: int) -> None:
+    plan = replace(plan_of(1), tuning=Tuning(8, 16, 1, 1, 70, 100, long))
     plan.fill(torch.arange(tokens // PAGE, dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32))
     assert plan.count.item() == items
 
@@ -159,19 +160,23 @@ def test_ranges_are_divided_into_like_parts_of_whole_pages(monkeypatch: pytest.M
 
 def test_a_group_is_divided_where_it_has_more_rows_than_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "CHUNK_STEP", 4)
-    count = 2 * rows_of_item(8) + 3
+    count = 7
     tables = tables_of([[1, 2, 3 + row] for row in range(count)])
     lengths = torch.full((count,), 9, dtype=torch.int32)
-    plan = plan_of(count, query_heads=8 * HEADS, chunk=4)
+    plan = plan_of(count, query_heads=8 * HEADS, programs=8, chunk=4)
     plan.fill(tables, lengths)
     items = plan.items[: int(plan.count)]
-    rows = [int(item[1]) for item in items if item[3] <= 8]
-    assert sorted(rows)[-2:] == [8, 8] and sum(rows) % count == 0, rows
+    # By hand: two rows of eight queries fill a block of 16. Those who read the same tokens follow one another.
+    assert [tuple(item[1:4].tolist()) for item in items[:8]] == [
+        *[(2, 0, 4), (2, 0, 4), (2, 0, 4), (1, 0, 4)],
+        *[(2, 4, 8), (2, 4, 8), (2, 4, 8), (1, 4, 8)],
+    ]
+    assert [tuple(item[1:4].tolist()) for item in items[8:]] == [(1, 8, 9)] * count
     slots = torch.cat([torch.arange(int(item[1])) + int(item[4]) for item in items])
     assert len(slots.unique()) == len(slots), "no two results have a slot"
     assert int(slots.max()) < len(plan.partial)
 
 
-@pytest.mark.parametrize(("group", "rows"), [(1, 16), (2, 8), (4, 8), (5, 8), (8, 8), (16, 4), (64, 1), (128, 1)])
+@pytest.mark.parametrize(("group", "rows"), [(1, 16), (2, 8), (4, 4), (5, 3), (8, 2), (16, 1), (64, 1), (128, 1)])
 def test_the_queries_of_an_item_fill_a_block(group: int, rows: int) -> None:
     assert rows_of_item(group) == rows

@@ -21,7 +21,7 @@ pytestmark = [
 PAGE, SIZE, HEADS = 16, 128, 2
 
 
-@pytest.mark.parametrize("group", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 5, 8, 16, 32])
 @pytest.mark.parametrize(("prompts", "shared_pages", "responses"), [(3, 200, 8), (16, 10, 8), (1, 30, 40), (7, 0, 1)])
 def test_kernels(group: int, prompts: int, shared_pages: int, responses: int) -> None:
     from rlframe.rollout.vllm.attention.kernels import attend

@@ -7,7 +7,7 @@ Each case is a batch of sequences in random order, with random pages, keys and v
 with memory of their own in one CUDA graph. Of a case: microseconds of a layer by rlframe's kernels and by
 FlashAttention 3 as vLLM calls it in a graph, the least that reading each key and value once takes by the read speed of
 the same run, microseconds of the plan of a step (once for all layers), and the greatest difference of the results.
-`--search` tries other numbers of programs, keys, warps and stages.
+`--search` tries other numbers of programs, keys, warps and stages, and items of other lengths.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,9 @@ def tunings() -> Iterator[Tuning]:
         # Those that fit a processor's shared memory of 228 KiB, and are not too many for its registers.
         if tokens * SIZE * 4 * stages * min(programs, 4) <= 228 << 10 and programs * warps <= 32:
             yield from (Tuning(programs, tokens, warps, stages, chunk) for chunk in (128, 256))
+    # Items of the same length, whatever their number.
+    for chunk in range(64, 513, 64):
+        yield replace(tuning_for(1), chunk=chunk, full_chunk=chunk, long_chunk=chunk)
 
 
 def ours_of(

@@ -5,6 +5,7 @@ import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -241,11 +242,21 @@ class Trainer:
         return merge(shares)
 
     def fingerprint(self) -> str:
-        """Returns 64 hex digits that change with the config.json of the model and with any bit of this rank's
-        weights."""
+        """Returns 64 hex digits that change with the config.json of the model, with any bit of this rank's weights, and
+        with the settings that change its outputs by more than rounding."""
+        model, train = self.setup.model, self.setup.train
         identity = {
-            "config": read_config(resolve(self.setup.model)),
+            "config": read_config(resolve(model)),
             "weights": digest(self.layout, self.model.parameters),
+            "computed": [
+                self.setup.temperature,
+                self.setup.float32,
+                model.family,
+                model.float32_logits,
+                asdict(train.fp8),
+                train.moe.router_dtype,
+                train.moe.capacity_factor,
+            ],
         }
         if lora := self.model.lora:
             identity["adapters"] = digest(lora.layout, lora.parameters)

@@ -4,14 +4,19 @@ Only float rounding remains: a matrix product of another batch size may differ i
 and with it a draw that falls within that difference of a boundary.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from rlframe.types.rollout import SamplingParams
 
+ONE_BLOCK = 2048
+"""Most tokens whose cumulative probabilities are all computed. Those of 49,152 tokens took a core 8.0 ms for 16 rows,
+and 0.2 by blocks; of 151,936 for 32 rows 55 and 1.7 (an EPYC of 2025, by hand)."""
 # The constants of splitmix64 as signed 64-bit numbers: torch multiplies in int64 and wraps around.
 GAMMA = 0x9E3779B97F4A7C15 - 2**64
 MULTIPLY_FIRST = 0xBF58476D1CE4E5B9 - 2**64
@@ -98,9 +103,27 @@ def keep_likely(probabilities: Float[Tensor, "B V"], *, top_k: int, top_p: float
 
 def draw(probabilities: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
     """Returns [B] the first index whose cumulative probability exceeds `uniform` times the row's sum. An index of
-    probability 0 is never returned."""
-    reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    probability 0 is never returned.
+
+    Above ONE_BLOCK tokens a block of them is found first, by the sums of blocks in float32, and then the token in it.
+    """
+    rows, vocabulary = probabilities.shape
+    if vocabulary <= ONE_BLOCK:
+        reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
+        return _first_above(uniform[:, None] * reached[:, -1:], reached)[:, 0]
+    width = math.isqrt(vocabulary)
+    blocks = F.pad(probabilities, (0, -vocabulary % width)).unflatten(1, (-1, width))
+    reached = blocks.sum(-1).cumsum(dim=-1, dtype=torch.float64)
     target = uniform[:, None] * reached[:, -1:]
+    block = _first_above(target, reached)
+    before = reached.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0.0)
+    within = blocks[torch.arange(rows, device=blocks.device), block[:, 0]].cumsum(dim=-1, dtype=torch.float64)
+    return (block * width + _first_above(target - before, within))[:, 0]
+
+
+def _first_above(target: Float[Tensor, "B 1"], reached: Float[Tensor, "B N"]) -> Int[Tensor, "B 1"]:
+    """Returns [B, 1] the first index at which a cumulative sum exceeds the target."""
     # Rounding can lift the target to the sum itself; then the largest float below the sum selects the last real token.
-    target = torch.minimum(target, torch.nextafter(reached[:, -1:], torch.zeros_like(target)))
-    return torch.searchsorted(reached, target, right=True)[:, 0]
+    last = reached[:, -1:]
+    target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
+    return torch.searchsorted(reached, target, right=True)

@@ -1,7 +1,9 @@
+import math
+
 import pytest
 import torch
 
-from rlframe.rollout.base.sampling import draw, keep_likely, sample, splitmix64, uniforms
+from rlframe.rollout.base.sampling import ONE_BLOCK, draw, keep_likely, sample, splitmix64, uniforms
 from rlframe.rollout.base.seeds import request_seed
 from rlframe.types.rollout import SamplingParams
 
@@ -42,6 +44,27 @@ def test_draw_picks_the_first_index_whose_cumulative_weight_exceeds_the_target()
     weights = torch.tensor([1.0, 2.0, 0.0, 1.0]).expand(6, 4)
     uniform = torch.tensor([0.0, 0.2475, 0.25, 0.7475, 0.75, 1 - 2**-53], dtype=torch.float64)
     assert draw(weights, uniform).tolist() == [0, 0, 1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("vocabulary", [ONE_BLOCK, ONE_BLOCK + 1, 2116, 5000])
+def test_draws_of_many_tokens_are_those_of_few(vocabulary: int):
+    generator = torch.Generator().manual_seed(0)
+    # Multiples of 2^-20, whose sums no format rounds; three in four are 0, all of the first and the last 100.
+    weights = torch.randint(0, 1 << 10, (40, vocabulary), generator=generator).float() * 2.0**-20
+    weights[torch.rand(weights.shape, generator=generator) < 0.75] = 0.0
+    weights[:, :100] = weights[:, -100:] = 0.0
+    uniform = torch.rand(40, dtype=torch.float64, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    reached = weights.double().cumsum(1)
+    sums = reached[:, -1].tolist()
+    # Where the product is rounded to the sum, the last token with a weight.
+    targets = [
+        min(part * total, math.nextafter(total, 0.0)) for part, total in zip(uniform.tolist(), sums, strict=True)
+    ]
+    expected = [int((row > target).nonzero()[0]) for row, target in zip(reached, targets, strict=True)]
+    tokens = draw(weights, uniform).tolist()
+    assert tokens == expected
+    assert all(weights[row, token] > 0 for row, token in enumerate(tokens))
 
 
 def test_draw_never_takes_a_trailing_token_of_weight_zero():

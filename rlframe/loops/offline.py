@@ -55,6 +55,7 @@ class OfflineLoop(Loop):
         with self.phase("train", on=self.policy):
             result = self.policy.train(batch)
         times = self.phase.step_times({POLICY: self.policy})
+        spared = {POLICY: self.policy.spared}
         loss = result.metrics["train/loss"]
         self.results |= {"last_loss": loss} if "first_loss" in self.results else {"first_loss": loss, "last_loss": loss}
         self.metrics.log(
@@ -63,7 +64,7 @@ class OfflineLoop(Loop):
             | times
             | self.checkpoints.metrics()
             | self.examples.metrics()
-            | self.throughput.of_training(times, batch.lengths.numpy(), int(batch.loss_mask.sum()))
+            | self.throughput.of_training(times, batch.lengths.numpy(), int(batch.loss_mask.sum()), spared=spared)
             | self.policy.metrics
             | of_role("driver", [used()])
             | {

@@ -112,8 +112,10 @@ class RolloutLoop(Loop):
         tokens = seen.tokens
         metrics = seen.metrics | synced | self.sampler.metrics() | self.policy.metrics
         metrics |= self.critic.metrics if self.critic else {}
-        times = self.phase.step_times({POLICY: self.policy, **self.auxiliary})
-        metrics |= self.throughput.of_training(times, tokens.lengths, int(tokens.sampled.sum()))
+        groups = {POLICY: self.policy, **self.auxiliary}
+        times = self.phase.step_times(groups)
+        spared = {role: group.spared for role, group in groups.items()}
+        metrics |= self.throughput.of_training(times, tokens.lengths, int(tokens.sampled.sum()), spared=spared)
         untrained = self.sampler.untrained
         metrics |= self.throughput.of_sampling(times, tokens.lengths, tokens.sampled, untrained=untrained)
         return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {

@@ -17,6 +17,7 @@ PHASES = {
 }
 """Role and passes of each phase that computes every token of the step's sequences."""
 ROLLOUT = "rollout"
+NONE = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,12 @@ class Throughput:
     """Whether engines sample during the whole step, not in the phase `rollout` only."""
 
     def of_training(
-        self, times: Mapping[str, float], lengths: Int[np.ndarray, " R"], predicted: int
+        self,
+        times: Mapping[str, float],
+        lengths: Int[np.ndarray, " R"],
+        predicted: int,
+        *,
+        spared: Mapping[str, Int[np.ndarray, " N"]] | None = None,
     ) -> dict[str, float]:
         """Returns `throughput/PHASE_...` of the phases that compute every token.
 
@@ -52,14 +58,19 @@ class Throughput:
             times: the step's `time/PHASE_s`.
             lengths: tokens of each sequence, prompt included.
             predicted: tokens of all sequences that the loss counts.
+            spared: by role, numbers of first tokens of sequences that are computed for others already. They are tokens
+                of the phase, and cost no operations.
         """
         found: dict[str, float] = {}
-        share = predicted / int(lengths.sum())
-        mean = float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())
         for phase, (role, passes) in PHASES.items():
             if (seconds := times.get(f"time/{phase}_s")) and (shape := self.shapes.get(role)):
-                tokens = int(lengths.sum()) * (shape.epochs if passes == TRAINING else 1)
-                found |= self._rates(phase, shape, tokens, seconds, passes * shape.operations(mean, share))
+                others = (spared or {}).get(role, NONE)
+                own = int(lengths.sum()) - int(others.sum())
+                # A token that follows spared ones sees them, too.
+                mean = (_squares(lengths) - _squares(others)) / own
+                epochs = shape.epochs if passes == TRAINING else 1
+                operations = epochs * own * passes * shape.operations(mean, predicted / own)
+                found |= self._rates(phase, shape, epochs * int(lengths.sum()), seconds, operations)
         return found
 
     def of_sampling(
@@ -86,16 +97,21 @@ class Throughput:
         # The last token of a sequence sees all others, the first sampled one the prompt: half their sum in the mean,
         # and an operation count that is given a length expects half of that.
         mean = float((sampled * (2.0 * lengths - sampled)).sum() / sampled.sum())
-        return self._rates(ROLLOUT, shape, int(sampled.sum()), seconds, shape.operations(mean, 1.0))
+        tokens = int(sampled.sum())
+        return self._rates(ROLLOUT, shape, tokens, seconds, tokens * shape.operations(mean, 1.0))
 
     def _rates(self, phase: str, shape: Shape, tokens: int, seconds: float, operations: float) -> dict[str, float]:
         """Returns the metrics of a phase.
 
         Args:
-            operations: of a token.
+            operations: of all tokens.
         """
-        rate = tokens / seconds / shape.devices
-        found = {f"throughput/{phase}_tokens_per_s_device": rate}
+        found = {f"throughput/{phase}_tokens_per_s_device": tokens / seconds / shape.devices}
         if self.peak:
-            found[f"throughput/{phase}_mfu_fraction"] = rate * operations / self.peak
+            found[f"throughput/{phase}_mfu_fraction"] = operations / seconds / shape.devices / self.peak
         return found
+
+
+def _squares(tokens: Int[np.ndarray, " R"]) -> float:
+    """Returns the sum of squares."""
+    return float((tokens.astype(np.float64) ** 2).sum())

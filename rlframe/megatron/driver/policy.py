@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, TypeVar
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlframe.algorithms.base import Algorithm
@@ -62,6 +63,9 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         """Metrics of the last training: memory of the rank that uses most, and seconds of the slowest. And of the last
         sleep and the last wake: bytes given back on all devices, seconds of the slowest rank, and what the worst rank
         could not give back."""
+        self.spared: Int[np.ndarray, " N"] = np.zeros(0, dtype=np.int64)
+        """First tokens of sequences that the last training did not compute in a pass over its batch, because those of
+        others are the same (`train.share_prompts`): a number for each sequence that has some."""
         self.workers = WorkerGroup(
             MegatronWorker,
             role=self.role,
@@ -165,6 +169,7 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
         self.num_optimizer_steps += len(steps)
         self.metrics |= of_role(self.role, [each.memory for each in results])
         self.metrics[f"time/{self.role}_update_s"] = max(each.seconds for each in results)
+        self.spared = spared(steps[: train.num_minibatches])
         reported = [[results[rank].steps[index] for rank in self.reporters] for index in range(len(steps))]
         merged = [merge(update.metrics for update in updates) for updates in reported]
         # The first epoch has every sequence once.
@@ -351,11 +356,17 @@ class CriticGroup(ModelGroup):
         return replace(result, metrics=metrics)
 
 
+def spared(steps: Sequence[list[Share]]) -> Int[np.ndarray, " N"]:
+    """Returns the tokens that sequences of the shares need not compute, of those that have some."""
+    counts = [share.batch.shared for shares in steps for share in shares if share.batch.shared is not None]
+    found = np.concatenate([np.zeros(0, dtype=np.int64), *(each.numpy() for each in counts)])
+    return found[found > 0]
+
+
 def shared_fraction(steps: Sequence[list[Share]]) -> dict[str, float]:
     """Returns `train/shared_prompt_fraction` of the shares of all optimizer steps."""
-    batches = [share.batch for shares in steps for share in shares]
-    spared = sum(int(batch.shared.sum()) for batch in batches if batch.shared is not None)
-    return {"train/shared_prompt_fraction": spared / max(1, sum(batch.num_tokens for batch in batches))}
+    num_tokens = sum(share.batch.num_tokens for shares in steps for share in shares)
+    return {"train/shared_prompt_fraction": int(spared(steps).sum()) / max(1, num_tokens)}
 
 
 def is_kept(batch: Sequences) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class Bandit:
     logits: Tensor = field(default_factory=START.clone)
     first: Tensor = field(default_factory=START.clone)
     metrics: dict[str, float] = field(default_factory=dict)
+    spared: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     awake: bool = True
 
     def sleep(self) -> None:

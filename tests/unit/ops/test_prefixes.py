@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlframe.megatron.driver.policy import shared_fraction, spared
 from rlframe.megatron.messages.microbatch import split
 from rlframe.ops import prefixes
 from rlframe.ops.prefixes import share_prefixes
@@ -72,6 +73,17 @@ def test_a_group_that_is_too_large_is_divided_and_repeats_its_prompt() -> None:
     assert found.bundles == [[0, 1, 2], [3, 4, 5]] and found.shared == [0, 4, 4, 0, 4, 4]
     # Of 16 tokens each of two ranks gets 8 at most.
     assert share_prefixes(batch, num_ranks=2, max_tokens=100).bundles == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_what_is_spared_is_counted() -> None:
+    batch = rollouts([[[1, 2, 3, 4, 5, index] for index in range(10, 16)]])
+    steps = [
+        split(batch, torch.zeros(36), num_ranks=2, max_tokens=10, share_prompts=share_prompts)[0]
+        for share_prompts in (True, False)
+    ]
+    # Two of three sequences of each rank have four of their six tokens from the first.
+    assert spared(steps[:1]).tolist() == [4, 4, 4, 4] and spared(steps[1:]).tolist() == []
+    assert shared_fraction(steps) == {"train/shared_prompt_fraction": 16 / 72}
 
 
 def test_tokens_that_the_engine_routed_otherwise_are_not_shared() -> None:

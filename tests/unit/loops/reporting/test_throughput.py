@@ -29,6 +29,23 @@ def test_phases_by_tokens_and_operations_of_a_device() -> None:
     )
 
 
+def test_tokens_that_are_computed_for_another_sequence_cost_no_operations() -> None:
+    throughput = Throughput(shapes={"policy": shape(2), "critic": shape(2)}, peak=10_800.0)
+    # Three sequences of 8 tokens, of which two have their first 4 from the first: 16 of 24 are computed, 8 of them in
+    # the loss. The last 4 of a sequence see (64 - 16) / 2 tokens: a mean length of (3 * 64 - 2 * 16) / 16 = 10.
+    found = throughput.of_training(
+        {"time/train_s": 1.0, "time/critic_s": 1.0}, np.array([8, 8, 8]), 8, spared={"policy": np.array([4, 4])}
+    )
+    assert found == pytest.approx(
+        {
+            "throughput/train_tokens_per_s_device": 12.0,
+            "throughput/train_mfu_fraction": 8 * 3 * (6 + 2 + 20) / 10_800,
+            "throughput/critic_tokens_per_s_device": 12.0,
+            "throughput/critic_mfu_fraction": 12 * 3 * (6 + 4 / 3 + 16) / 10_800,
+        }
+    )
+
+
 def test_sampled_tokens_see_the_prompt_and_each_other() -> None:
     # Prompts of 2 tokens, responses of 2 and 6. On average they see (2 + 4) / 2 and (2 + 8) / 2 tokens, which are
     # lengths of 6 and 10: (2 * 6 + 6 * 10) / 8 = 9, so 28 operations.

@@ -13,13 +13,14 @@ import os
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic
 
 import numpy as np
 
 from rlframe.data import builtin
+from rlframe.data.builtin import verifiers
 from rlframe.data.config import DataConfig
 from rlframe.data.items import AnyItem, Item
 from rlframe.data.storage.folder import cache_folder, digest_of, evict, files_of
@@ -30,6 +31,8 @@ from rlframe.utils.files.whole import PARTIAL, put
 
 logger = logging.getLogger(__name__)
 CHECKSUM_BYTES = 32
+PACKAGES = ("transformers", "tokenizers", "jinja2", "reasoning-gym")
+"""Packages that make tokens, texts of conversations, and built-in datasets."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,21 +62,36 @@ def cache_file(
     """Returns the file of the items of these records, tokenizer, settings and code. None if caching is off, or if a
     dataset is not a file of this machine, so that its content is unknown."""
     paths = [entry.path for entry in config.entries()] + ([config.evaluation_path] if config.evaluation_path else [])
-    places = [Path(path).expanduser() for path in paths if not builtin.has(path)]
+    places = {path: Path(path).expanduser() for path in paths if not builtin.has(path)}
     folder = cache_folder(config)
-    if folder is None or not all(place.exists() for place in places):
+    known = all(place.exists() for place in places.values())
+    if folder is None or not known or any(path.startswith(verifiers.PREFIX) for path in paths):
         return None
     settings = asdict(config) | {"shuffle": None, "cache_folder": None, "cache_gb": None, "num_processes": None}
     settings["chat_template_date"] = day_read(tokenizer, config)
     counted = any(entry.count is not None for entry in config.entries())
-    # Names of files are part of ids and metrics; the seed decides which records a count keeps.
-    decisive = [kind, settings, max_tokens, max_positions, seed if counted else None, version("transformers")]
-    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())
-    code = sorted(Path(__file__).parent.rglob("*.py"))
-    for file in [*code, *(file for place in places for file in files_of(place))]:
-        digest.update(file.name.encode() + b"\0" + digest_of(file))
+    # Of each dataset, in their order, which decides whose items are whose. Names of files are part of ids and metrics.
+    datasets = [(path, _files(places[path]) if path in places else []) for path in paths]
+    code = [digest_of(file).hex() for file in sorted(Path(__file__).parent.rglob("*.py"))]
+    packages = {name: _version(name) for name in PACKAGES}
+    # The seed decides which records a count keeps. Settings are in the order in which they are stated.
+    decisive = [kind, settings, max_tokens, max_positions, seed if counted else None, packages, code, datasets]
+    digest = hashlib.sha256(json.dumps(decisive, default=str).encode())
     digest.update(_digest_of_tokenizer(tokenizer))
     return folder / f"{digest.hexdigest()}.items"
+
+
+def _files(place: Path) -> list[tuple[str, str]]:
+    """Returns the name and the digest of each file of a dataset."""
+    return [(file.name, digest_of(file).hex()) for file in files_of(place)]
+
+
+def _version(package: str) -> str | None:
+    """Returns the version of a package. None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def read(file: Path, item: type[AnyItem]) -> Made[AnyItem] | None:

@@ -48,6 +48,8 @@ class Loop(ABC):
     started."""
     results: dict[str, float] = field(default_factory=dict)
     """Numbers for the closing paragraph, which are part of checkpoints."""
+    first_weights: str = ""
+    """Identity of the weights with which the run began, if it needs them when it is resumed."""
 
     @property
     @abstractmethod
@@ -142,6 +144,7 @@ class Loop(ABC):
             results=self.results,
             algorithm=self.algorithm_state(),
             score=measured.get(config.best_metric) if config.best_metric else None,
+            first_weights=self.first_weights,
         )
         auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()} | in_flight
         with self.phase("checkpoint"):

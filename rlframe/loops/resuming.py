@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from rlframe.loops.base import Loop
 from rlframe.loops.config import CheckpointConfig
+from rlframe.loops.saving import first_weights
 from rlframe.loops.saving.checkpoints import TRAINING, Checkpoints, RunState, read_state
 from rlframe.megatron.checkpoint.checksums import CHECKSUMS
 from rlframe.megatron.driver.rank_group import RankGroup
+from rlframe.utils.errors import CheckpointError
 
 
 def first_version(config: CheckpointConfig, latest: pathlib.Path | None) -> int:
@@ -32,6 +34,7 @@ class Resumption:
         self.beginning = RunState(
             step=0, num_optimizer_steps=0, data=loop.source.state(), results={}, algorithm=loop.algorithm_state()
         )
+        loop.first_weights = self._identity()
         self.ready_at = 0.0
         """Time at which the first step could begin."""
 
@@ -74,6 +77,7 @@ class Resumption:
         if latest is None:
             return 0
         state = read_state(latest)
+        self._require_first_weights(state.first_weights or loop.first_weights)
         if self.config.verify:
             loop.policy.verify(latest / TRAINING)
             for role, model in loop.auxiliary.items():
@@ -93,10 +97,7 @@ class Resumption:
         """Loads the weights of `checkpoint.start_from`, if it is set. A resumed run needs them for its reference, and
         as the base of adapters, which is in no checkpoint."""
         loop, config = self.loop, self.config
-        keeps_first_weights = (
-            loop.algorithm.needs_reference or loop.algorithm.precomputes_reference or loop.policy.setup.train.lora
-        )
-        if config.start_from is None or (self.latest and not keeps_first_weights):
+        if config.start_from is None or (self.latest and not self._keeps_first_weights):
             return
         folder = pathlib.Path(config.start_from).expanduser()
         # Only checkpoints written by rlframe have checksums.
@@ -106,3 +107,31 @@ class Resumption:
         if self.latest is None:
             loop.publish(0)
         loop.metrics.print_line(f"weights from {folder}")
+
+    @property
+    def _keeps_first_weights(self) -> bool:
+        """Whether a resumed run still needs the weights with which it began."""
+        algorithm, lora = self.loop.algorithm, self.loop.policy.setup.train.lora
+        return algorithm.needs_reference or algorithm.precomputes_reference or lora is not None
+
+    def _identity(self) -> str:
+        """Returns the identity of the weights with which a run would begin now. Empty if none needs it."""
+        if not self._keeps_first_weights:
+            return ""
+        return first_weights.identity(self.loop.policy.setup.model, self.config.start_from)
+
+    def _require_first_weights(self, expected: str) -> None:
+        """Raises CheckpointError if a run would go on with other first weights than those that it began with, and needs
+        them."""
+        found = self._identity()
+        if not expected or not found or found == expected:
+            return
+        what = "the base of its adapters" if self.loop.policy.setup.train.lora else "its reference"
+        path, start_from = self.loop.policy.setup.model.path, self.config.start_from
+        where = (
+            f"model.path={path}" if start_from is None else f"model.path={path} or checkpoint.start_from={start_from}"
+        )
+        raise CheckpointError(
+            f"{where} holds other weights than when this run began, and {what} is in no checkpoint: bring them back "
+            "(of a model of the hub by its revision), or begin a new run with output=ANOTHER"
+        )

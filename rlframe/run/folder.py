@@ -68,13 +68,15 @@ COURSES = ("train.optimizer", "critic.train.optimizer")
 
 
 def dated(run: RunConfig) -> RunConfig:
-    """Returns the run with the day that its chat template writes: that of its folder if it is resumed, else today. A
-    template that writes none leaves the run as it is."""
+    """Returns the run with the day that its chat template writes: that of its folder if it is resumed, that of the run
+    itself in a mode that has a folder in it, else today. A template that writes none leaves the run as it is."""
     if run.data.chat_template_date is not None:
         return run
     words = tokenizer.load(resolve(run.model), chat_template=run.data.chat_template)
-    there = flat(read_yaml(run.folder / "config.yaml") or {}).get("data.chat_template_date")
-    return replace(run, data=replace(run.data, chat_template_date=there or day_read(words, run.data)))
+    folders = dict.fromkeys([run.folder, Path(run.output)])
+    there = (flat(read_yaml(folder / "config.yaml") or {}).get("data.chat_template_date") for folder in folders)
+    day = next(filter(None, there), None) or day_read(words, run.data)
+    return replace(run, data=replace(run.data, chat_template_date=day))
 
 
 def claim(run: RunConfig, overrides: Sequence[str] | None = None) -> FolderLock:

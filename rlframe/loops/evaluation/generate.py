@@ -1,5 +1,6 @@
 """Generation: responses to all prompts of a dataset, written as they are finished."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,11 +10,13 @@ from tqdm import tqdm
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.turns import Task
 from rlframe.loops.evaluation.evaluate import MOST_OPEN
-from rlframe.loops.reporting.responses import record_of
+from rlframe.loops.reporting.responses import ASKED, asked_of, record_of
 from rlframe.loops.sampling.scoring import Scorer, score_attempts
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, SamplingParams
+from rlframe.utils.errors import OutputError
 from rlframe.utils.files.jsonl import append, keep_whole
+from rlframe.utils.text import json_line
 
 
 @dataclass(kw_only=True)
@@ -37,8 +40,17 @@ class Generation:
 
         Args:
             ids: the id of each prompt.
+
+        Raises:
+            OutputError: the file has responses to another prompt with one of the ids.
         """
-        done = keep_whole(self.file, "id")
+        done = keep_whole(self.file, "id", ASKED)
+        for name, prompt in zip(ids, prompts, strict=True):
+            if name in done and done[name] != json.loads(json_line(asked_of(prompt))):
+                raise OutputError(
+                    f"{self.file} has responses to another prompt with the id {name!r:.80}, because the data has "
+                    "changed since: move the file away to begin anew, or give changed records other ids"
+                )
         left = [place for place, name in enumerate(ids) if name not in done]
         tasks = (self._task(place, prompts[place]) for place in left)
         bar = tqdm(

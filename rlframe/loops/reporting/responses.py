@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout, by_attempt, reward_of
 
 
@@ -16,12 +17,23 @@ def record_of(group: Group, *, num_attempts: int) -> dict[str, Any]:
     prompt, attempts = group.prompt, by_attempt(group.rollouts)
     return {
         "id": prompt.id,
-        **({"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}),
-        **({"tools": list(prompt.tools)} if prompt.tools else {}),
+        **asked_of(prompt),
         **({"answer": prompt.answer} if prompt.answer is not None else {}),
         "prompt_tokens": len(prompt.input),
         "responses": [response_of(sequences) for sequences in attempts],
         "lost": num_attempts - len(attempts),
+    }
+
+
+ASKED = ("messages", "prompt", "tools")
+"""Names of what `asked_of` returns."""
+
+
+def asked_of(prompt: Prompt) -> dict[str, Any]:
+    """Returns what a prompt asks as plain JSON values."""
+    return {
+        **({"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}),
+        **({"tools": list(prompt.tools)} if prompt.tools else {}),
     }
 
 

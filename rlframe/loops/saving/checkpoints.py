@@ -63,6 +63,9 @@ class RunState:
     """Coefficients that the algorithm has adapted, such as its KL coefficient."""
     score: float | None = None
     """Value of `checkpoint.best_metric`. None if it was not measured at this step."""
+    first_weights: str = ""
+    """Identity of the weights with which the run began, see `first_weights.identity`. Empty in checkpoints from before
+    2026-11-30."""
 
 
 class Checkpoints:
@@ -145,7 +148,7 @@ class Checkpoints:
                 write_whole(partial / STATE, text)
                 for file in (partial, *partial.rglob("*")):
                     sync(file)
-                seal(partial, owner, step=state.step, score=state.score)
+                seal(partial, owner, step=state.step, score=state.score, metric=self.config.best_metric)
             self._name(partial, path, owner)
             if background:
                 metrics["time/checkpoint_background_s"] = time.monotonic() - staged
@@ -207,11 +210,12 @@ class Checkpoints:
     def _best(self, own: dict[pathlib.Path, Manifest]) -> list[pathlib.Path]:
         if not self.config.keep_best:
             return []
+        metric = self.config.best_metric
         scored = [
             (manifest.score, manifest.step, path)
             for path, manifest in own.items()
-            # NaN is neither above nor below another score.
-            if manifest.score is not None and math.isfinite(manifest.score)
+            # NaN is neither above nor below another score, and neither is the value of another metric.
+            if manifest.score is not None and math.isfinite(manifest.score) and manifest.metric in (None, metric)
         ]
         # Of equals the newer one.
         sign = 1 if self.config.best_mode is BestMode.MAX else -1

@@ -50,6 +50,8 @@ class Manifest:
     """Value of `checkpoint.best_metric`."""
     files: dict[str, list[int]]
     """[bytes, CRC-32] by path in the checkpoint."""
+    metric: str | None = None
+    """Name of the metric of `score`. None in checkpoints from before 2026-11-30."""
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
@@ -110,8 +112,11 @@ def read_owner(output: Path) -> Owner:
     return Owner(**read_sealed(output / RUN))
 
 
-def seal(checkpoint: Path, owner: Owner, *, step: int, score: float | None) -> None:
+def seal(checkpoint: Path, owner: Owner, *, step: int, score: float | None, metric: str | None = None) -> None:
     """Writes the manifest of all files in the folder `checkpoint`, and flushes it to the disk.
+
+    Args:
+        metric: name of the metric of the score.
 
     Raises:
         CheckpointError: a file's length differs from the number of bytes written to it.
@@ -129,7 +134,7 @@ def seal(checkpoint: Path, owner: Owner, *, step: int, score: float | None) -> N
                     "network to it loses data; use another one"
                 )
             files[file.relative_to(checkpoint).as_posix()] = [length, crc32]
-    manifest = Manifest(format=FORMAT, **asdict(owner), step=step, score=score, files=files)
+    manifest = Manifest(format=FORMAT, **asdict(owner), step=step, score=score, metric=metric, files=files)
     write_sealed(checkpoint / COMPLETE, asdict(manifest))
 
 
@@ -147,7 +152,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"new run with checkpoint.start_from={checkpoint / 'training'}; or it was emptied"
         )
     content = read_sealed(path)
-    if set(content) != {field.name for field in fields(Manifest)} or content["format"] != FORMAT:
+    names = {field.name for field in fields(Manifest)}
+    if set(content) | {"metric"} != names or content["format"] != FORMAT:
         raise CheckpointError(
             f"{path} has format {content.get('format')}, this version of rlframe reads format {FORMAT}"
         )

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,14 @@ def keep_steps(file: Path, done_steps: int) -> set[str]:
     return known
 
 
-def keep_whole(file: Path, key: str) -> set[Any]:
-    """Cuts off a half-written line at the end of a JSONL file. Returns the values of `key` in its lines.
+def keep_whole(file: Path, key: str, others: Collection[str]) -> dict[Any, dict[str, Any]]:
+    """Cuts off a half-written line at the end of a JSONL file. Returns what its lines have of `others`, by their values
+    of `key`.
 
     Raises:
         OutputError: a line is not an object with `key`.
     """
-    found: set[Any] = set()
+    found: dict[Any, dict[str, Any]] = {}
     if not file.exists():
         return found
     whole_bytes = 0
@@ -52,7 +53,8 @@ def keep_whole(file: Path, key: str) -> set[Any]:
             if not line.endswith(b"\n"):
                 break
             try:
-                found.add(json.loads(line)[key])
+                record = json.loads(line)
+                found[record[key]] = {name: record[name] for name in others if name in record}
             except (ValueError, TypeError, KeyError) as error:
                 raise OutputError(
                     f"{file}: line {number} is not an object with {key!r}; move the file away to begin anew"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rlframe.data.cache import cache_file, read
+from rlframe.data import cache
+from rlframe.data.cache import PACKAGES, cache_file, read
 from rlframe.data.config import DataConfig
 from rlframe.data.items import Item
 from rlframe.data.kinds import find_source
@@ -120,6 +121,47 @@ def test_a_file_that_is_moved_or_renamed_makes_another_file(tmp_path: Path, toke
     assert count() < both
     (folder / "aside" / "b.jsonl").rename(folder / "c.jsonl")
     assert count() == both and len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_files_belong_to_their_dataset(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    train, held_out = tmp_path / "train", tmp_path / "held out"
+    for folder, names in ((train, "ab"), (held_out, "c")):
+        folder.mkdir()
+        for name in names:
+            write(folder / f"{name}.jsonl", [{"prompt": name, "response": "r"}])
+    config = DataConfig(path=str(train), evaluation_path=str(held_out), cache_folder=str(tmp_path / "cache"))
+
+    def count() -> tuple[int, int]:
+        stream = find_source("examples")(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+        return len(stream), len(stream.held_out())
+
+    assert count() == (2, 1)
+    # The same names and contents in the same order, of which one is held out now.
+    (train / "b.jsonl").rename(held_out / "b.jsonl")
+    assert count() == (1, 2)
+
+
+def test_datasets_of_a_mixture_keep_their_shares(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    mine = write(tmp_path / "mine.jsonl", [{"prompt": f"q{i}", "response": "r"} for i in range(100)])
+    for path in ({mine: 9.0, "arithmetic": 1.0}, {"arithmetic": 1.0, mine: 9.0}):
+        config = DataConfig(path=path, cache_folder=str(tmp_path / "cache"), evaluation_count=0)
+        stream = find_source("examples")(config, tokenizer=tokenizer, seed=0, max_tokens=100)
+        channels = [stream.channels[item.channel] for item in stream.next(100)]
+        assert channels.count("mine") == 90, path
+
+
+def test_another_version_of_a_package_makes_another_file(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DataConfig(path=write(tmp_path / "a.jsonl", ROWS["texts"]), cache_folder=str(tmp_path / "cache"))
+    settings = {"kind": "TextSource", "tokenizer": tokenizer, "seed": 0, "max_tokens": 9}
+    files = [cache_file(config, **settings)]
+    for package in PACKAGES:
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "_version", lambda name, newer=package: "9" if name == newer else None)
+            files.append(cache_file(config, **settings))
+    assert len(set(files)) == 1 + len(PACKAGES)
+    assert cache_file(replace(config, path="verifiers:mine"), **settings) is None, "nobody knows what it gives"
 
 
 def test_a_folder_that_cannot_be_written_to_costs_a_warning(

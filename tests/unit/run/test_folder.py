@@ -52,6 +52,9 @@ def test_the_day_that_a_template_writes_stays_that_of_the_first_start(tmp_path: 
     resumed = output.dated(begun)
     assert resumed.data.chat_template_date == "2026-11-23"
     claim(resumed)
+    evaluated = run_in(tmp_path / "run", f"data.chat_template={template}", "mode=evaluate")
+    assert evaluated.folder != begun.folder
+    assert output.dated(evaluated).data.chat_template_date == "2026-11-23"
 
 
 def test_length_place_and_logging_may_change(tmp_path: Path) -> None:

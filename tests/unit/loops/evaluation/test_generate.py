@@ -1,6 +1,7 @@
 """mode=generate: responses are written once for each prompt, however often it is interrupted."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_what_is_finished_is_not_sampled_again_and_a_torn_line_is(tmp_path: Path
     done, asked = generation(file)
     done.run(PROMPTS, IDS)
     assert asked == [] and done.num_written == 0
+
+
+def test_responses_to_another_prompt_with_the_same_id_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "responses.jsonl"
+    generation(file)[0].run(PROMPTS, IDS)
+    talk = ({"role": "user", "content": "text 1"},)
+    for changed in (replace(PROMPTS[1], text="another"), replace(PROMPTS[1], messages=talk)):
+        made, asked = generation(file)
+        with pytest.raises(OutputError, match="another prompt with the id 'p1', because the data has changed"):
+            made.run([PROMPTS[0], changed], IDS[:2])
+        assert asked == []
 
 
 def test_a_line_that_is_something_else_is_refused(tmp_path: Path) -> None:

@@ -259,6 +259,16 @@ def test_the_best_are_kept_besides_the_last(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in least.folder.iterdir()) == [f"step-0000000{step}" for step in (5, 6, 7)]
 
 
+def test_scores_of_another_metric_are_not_compared(tmp_path: pathlib.Path) -> None:
+    former = Checkpoints(tmp_path / "checkpoints", config(keep_last=1, keep_best=1, best_metric="tokens"))
+    for step, value in ((1, 212.0), (2, 180.0)):
+        former.save(state(step, value), write)
+    resumed = Checkpoints(tmp_path / "checkpoints", config(keep_last=1, keep_best=1, best_metric="reward"))
+    for step, value in ((3, 0.61), (4, 0.93), (5, 0.55)):
+        resumed.save(state(step, value), write)
+    assert steps(resumed.folder) == [4, 5]
+
+
 @pytest.mark.parametrize("scores", [(math.nan, 0.9, 0.2), (0.9, math.nan, 0.2), (0.2, 0.9, math.inf)])
 def test_a_score_that_is_no_number_is_not_the_best(scores: Sequence[float], tmp_path: pathlib.Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", config(keep_last=1, keep_best=1, best_metric="m"))

@@ -29,7 +29,7 @@ class LoopConfig:
     max_policy_lag: Annotated[int, Range(0, 1000)] = 0
     """Greatest number of versions by which a token may be older than the policy that trains on it. 0 samples and trains
     in turns. Above 0 engines sample for later steps while the policy trains; they need devices of their own
-    (cluster.colocate=false)."""
+    (cluster.colocate=false), unless rollout.oversample carries groups over."""
     pipeline_depth: Annotated[int, Range(1, 1000)] = 1
     """Number of further steps that are sampled ahead, at most max_policy_lag. A deeper pipeline idles less and trains
     on older tokens."""
@@ -140,7 +140,8 @@ class ResponsesConfig:
     top_k: Annotated[int, Range(0, 1 << 24, note="0: all")] = 0
     """Number of most likely tokens that sampling is restricted to. 0 keeps all tokens."""
     max_tokens: Annotated[int, Range(1, 1 << 24)] | None = None
-    """Greatest number of tokens of a response. null means rollout.max_tokens."""
+    """Greatest number of tokens of a response. null means rollout.max_tokens, for one of evaluation.sets
+    evaluation.max_tokens before that."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -319,8 +320,7 @@ class LoggingConfig:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     """The attempts that are kept token by token."""
     report: bool = True
-    """Whether to write report.html, after the first step, about every minute and at the end. Needs the extra
-    `report`."""
+    """Whether to write report.html, after the first step, about every minute and at the end."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

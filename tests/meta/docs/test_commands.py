@@ -11,6 +11,7 @@ import itertools
 import re
 import shutil
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import pytest
 import yaml
 
 from rlframe.launch import tool_of
+from rlframe.run.config import RunConfig
+from rlframe.run.folder import claim
 from rlframe.run.load import load
 from rlframe.run.settings.tree import find
 from rlframe.utils.errors import ConfigError
 from tests.meta.checkout import ROOT
-from tests.meta.docs.pages import Block, all_blocks, blocks, files_of, records, words
+from tests.meta.docs.pages import PAGES, Block, all_blocks, blocks, files_of, records, words
 
 pytestmark = pytest.mark.later
 
@@ -31,6 +34,8 @@ CHECKED = [block for block in BLOCKS if not block.needs and block.comment not in
 """Blocks whose commands are checked as a whole. The others need more, are refused, or are run."""
 MAIN = ["python", "-m", "rlframe.main"]
 TOOL = "rlframe.tools."
+NO_RUN = {"--help", "--cfg", "-m", "--multirun", "-sc"}
+"""Options of `rlframe.main` that begin no run, or several."""
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 PLAIN = set("git cd . tail head ray kill tensorboard docker kubectl printf sky export eval".split())
 """Programs whose command lines are not looked at."""
@@ -161,7 +166,8 @@ def check_command(line: list[str], *, whole: bool, monkeypatch: pytest.MonkeyPat
     elif program == "python":
         assert (ROOT / line[1]).is_file(), line
     elif program == "pip":
-        extras = {extra for found in re.findall(r"\[([\w,]+)\]", " ".join(line)) for extra in found.split(",")}
+        own = re.findall(r"(?:rlframe|\.)\[([\w,]+)\]", " ".join(line))
+        extras = {extra for found in own for extra in found.split(",")}
         assert extras <= EXTRAS.keys(), line
     elif program == "make":
         assert re.search(rf"^{line[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), line
@@ -191,6 +197,31 @@ def test_each_command_of_a_block_is_composed(block: Block, folder: Path, monkeyp
         assert str(refusal.value).strip() == answer.text
     else:
         check_block(block, whole=False, monkeypatch=monkeypatch)
+
+
+def runs_of(page: Path) -> Iterator[tuple[str, RunConfig]]:
+    """Yields the commands of a page that begin a run, and the runs."""
+    for block in blocks(page):
+        commands = block.commands if block.language == "bash" and block.comment != "refused" else []
+        for command in commands:
+            line = list(itertools.takewhile(lambda word: word not in ("|", ">", "2>"), words(command)))
+            line = list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), line))
+            line = inner(line) if line else []
+            if line[:3] == MAIN and not NO_RUN & set(line):
+                name, place, (overrides,) = main_arguments(line[3:])
+                yield command, load(name, overrides, **({"config_dir": place} if place else {}))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_a_page_follow_those_of_the_first_run_and_each_other(page: Path, folder: Path) -> None:
+    """A folder belongs to the run that has begun in it."""
+    for each in dict.fromkeys([ROOT / "docs" / "first_run.md", page]):
+        write_files(each, folder)
+        for command, run in runs_of(each):
+            try:
+                claim(run).close()
+            except ConfigError as error:
+                pytest.fail(f"{each.name}: {command}: {error}")
 
 
 @pytest.mark.thorough

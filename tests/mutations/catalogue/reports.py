@@ -63,10 +63,10 @@ MUTATIONS: list[Mutation] = [
         "rlframe/loops/reporting/throughput.py",
         THROUGHPUT,
         ("sampled tokens see the prompt only", "sampled * (2.0 * lengths - sampled)", "sampled * (lengths - sampled)"),
-        ("epochs count once", "* (shape.epochs if passes == TRAINING else 1)", "* 1"),
+        ("epochs count once", "shape.epochs if passes == TRAINING else 1", "1"),
         (
             "lengths are averaged over sequences",
-            "(lengths.astype(np.float64) ** 2).sum() / lengths.sum()",
+            "(_squares(lengths) - _squares(others)) / own",
             "lengths.mean()",
         ),
     ),

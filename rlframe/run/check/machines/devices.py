@@ -11,7 +11,7 @@ from rlframe.run.check import train as check_train
 from rlframe.run.check.context import architecture_of, critic_of, device_of, missing, online
 from rlframe.run.check.roles import critic as check_critic
 from rlframe.run.check.roles import teacher as check_teacher
-from rlframe.run.config import RunConfig
+from rlframe.run.config import Mode, RunConfig
 from rlframe.run.roles import topology
 from rlframe.utils import registry
 from rlframe.utils.errors import ConfigError
@@ -35,6 +35,13 @@ def devices(run: RunConfig) -> Iterator[Fault]:
             hint="set cluster.address to train on the devices of a Ray cluster",
         )
         return
+    if run.mode is Mode.TRAIN and missing("transformer_engine"):
+        yield Fault(
+            "cluster.device",
+            "needs the package transformer-engine to train on GPUs",
+            got="cuda",
+            hint="python -m rlframe.tools.doctor says how it is installed",
+        )
     roles = topology(run, online=online(run), has_critic=critic_of(run) is not None)
     if (needed := roles.num_devices) > torch.cuda.device_count():
         yield Fault(

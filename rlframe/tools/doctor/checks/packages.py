@@ -72,9 +72,8 @@ def transformer_engine(facts: Facts) -> Iterator[Finding]:
     """Finds a Transformer Engine without its part for torch, or with libraries that it does not use."""
     if "transformer-engine" not in facts.packages:
         if facts.gpus.devices:
-            yield warning(
-                "transformer-engine is missing: training on GPUs does without FP8 and its fused kernels",
-                _build_command(),
+            yield Finding(
+                what="transformer-engine is missing, without which ranks cannot train on GPUs", mend=_build_command()
             )
         return
     if "transformer-engine-torch" not in facts.packages:

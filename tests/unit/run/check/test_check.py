@@ -264,6 +264,11 @@ def test_a_critic_of_its_own_needs_devices(model: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.cuda.get_device_properties", h200)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     wide = ["algorithm=ppo", "cluster.device=cuda", "train.parallel=d2", "critic.train.parallel=d2"]
+    with monkeypatch.context() as patch:
+        patch.setattr("rlframe.run.check.machines.devices.missing", lambda package: package == "transformer_engine")
+        (fault,) = faults(model, *wide)
+        assert "cluster.device needs the package transformer-engine to train on GPUs" in fault
+    monkeypatch.setattr("rlframe.run.check.machines.devices.missing", lambda package: False)
     assert faults(model, *wide) == []
     (fault,) = faults(model, *wide, "critic.colocate=false")
     assert "critic (2 ranks, critic.colocate=false)" in fault and "need 4 CUDA devices, this machine has 3" in fault

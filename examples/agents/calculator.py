@@ -1,9 +1,9 @@
 """An agent that answers with the openai client and a calculator: a function and a program.
 
 python -m rlframe.main --config-name grpo_calculator environment=endpoint \
-    environment.options.function=examples/agents/calculator.py:answer
+    environment.options.function=examples/agents/calculator.py:answer name=agent_function
 python -m rlframe.main --config-name grpo_calculator environment=endpoint \
-    environment.options.command=[python,examples/agents/calculator.py]
+    environment.options.command=[python,examples/agents/calculator.py] name=agent_command
 """
 
 import ast

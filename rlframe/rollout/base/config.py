@@ -1,6 +1,7 @@
 """Settings that all rollout engines share. Imports neither torch nor an engine, so that configurations can be checked
 without them."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -71,6 +72,8 @@ class RolloutConfig:
     """Whether the engine can do `cache_after_sync=keep`."""
     has_loader: ClassVar[bool] = True
     """Whether the engine has a loader of its own, which weight_sync.transport=reload needs."""
+    temperatures: ClassVar[tuple[float, float]] = (0.0, math.inf)
+    """Bounds of the temperatures above 0 at which the engine samples as it is told."""
 
     name: str = "transformers"
     """Name of the engine: a folder or file of `rlframe/rollout`."""

@@ -1,5 +1,6 @@
 """Settings of SGLang."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,6 +66,8 @@ class SglangConfig(ServedConfig):
 
     own_options = OWN_OPTIONS
     refused_options = REFUSED_OPTIONS
+    # SGLang (0.5.17 to 0.5.23) takes the likeliest token below that.
+    temperatures = (1e-6, math.inf)
 
     name: str = "sglang"
     """The name of this folder."""

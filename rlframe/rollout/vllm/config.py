@@ -107,6 +107,8 @@ class VllmConfig(ServedConfig):
 
     own_options = OWN_OPTIONS
     refused_options = REFUSED_OPTIONS
+    # vLLM (0.26 to 0.33) samples at 0.01 below that, and refuses others.
+    temperatures = (0.01, 2.0)
 
     name: str = "vllm"
     """The name of this folder."""

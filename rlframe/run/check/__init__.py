@@ -245,8 +245,9 @@ TOPICS = {
     cluster.job_folder: {"output"},
     cluster.variables: {"cluster", "train"},
     cluster.job_environment: {"cluster"},
-    devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm"},
+    devices.devices: {"train", "critic", "teacher", "judge", "reward", "rollout", "cluster", "algorithm", "mode"},
     devices.engine: {"model", "rollout", "algorithm", "train", "cluster"},
+    devices.temperatures: {"rollout", "evaluation", "generation", "algorithm", "mode"},
     loop.environment: {"environment", "algorithm"},
     devices.transport: {"weight_sync", "rollout", "cluster", "algorithm"},
     batch.tokens: {"model", "data", "rollout", "train", "evaluation", "environment", "generation"},
@@ -318,6 +319,7 @@ OF_THIS_MACHINE = frozenset(
 OF_SAMPLING = frozenset(
     {
         devices.engine,
+        devices.temperatures,
         devices.transport,
         loop.environment,
         check_data,
@@ -339,6 +341,7 @@ WITHOUT_TRAINING = frozenset(
         cluster.job_environment,
         devices.devices,
         devices.engine,
+        devices.temperatures,
         devices.packages,
         loop.environment,
         batch.tokens,

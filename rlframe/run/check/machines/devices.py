@@ -35,7 +35,7 @@ def devices(run: RunConfig) -> Iterator[Fault]:
             hint="set cluster.address to train on the devices of a Ray cluster",
         )
         return
-    if run.mode is Mode.TRAIN and missing("transformer_engine"):
+    if run.trains(online=online(run)) and missing("transformer_engine"):
         yield Fault(
             "cluster.device",
             "needs the package transformer-engine to train on GPUs",
@@ -65,6 +65,23 @@ def engine(run: RunConfig) -> Iterator[Fault]:
         yield from run.rollout.faults(architecture)
         if device_of(run) is Device.CPU:
             yield from run.rollout.cpu_faults(architecture, trained=run.train.dtype)
+
+
+def temperatures(run: RunConfig) -> Iterator[Fault]:
+    """Checks that the engine samples at the temperatures that are asked for, and at no other ones in their place."""
+    if not online(run):
+        return
+    if run.mode is Mode.GENERATE:
+        asked = {"generation.temperature": run.generation.temperature}
+    else:
+        sets = run.evaluation.sets.items()
+        asked = {f"evaluation.sets.{name}.temperature": each.temperature for name, each in sets}
+        asked["rollout.temperature"] = run.rollout.temperature
+    least, most = run.rollout.temperatures
+    for key, temperature in asked.items():
+        if temperature and not least <= temperature <= most:
+            rule = f"must be between {least:g} and {most:g} with rollout.name={run.rollout.name}"
+            yield Fault(key, rule, got=temperature, why="the engine samples at another one otherwise, or not at all")
 
 
 def transport(run: RunConfig) -> Iterator[Fault]:

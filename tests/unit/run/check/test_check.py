@@ -258,6 +258,30 @@ def test_a_fault_of_the_critic_names_its_key(model: str, overrides: list[str], p
     assert all(part in found[0] for part in parts), found[0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (
+            ["rollout.temperature=0.005"],
+            "rollout.temperature must be between 0.01 and 2 with rollout.name=vllm, got 0.005",
+        ),
+        (["rollout.temperature=2.5"], "rollout.temperature must be between 0.01 and 2"),
+        (
+            ["evaluation.sets.mine={path: arithmetic, temperature: 3}"],
+            "evaluation.sets.mine.temperature must be between",
+        ),
+        (["mode=generate", "generation.temperature=3"], "generation.temperature must be between 0.01 and 2"),
+        (["rollout.temperature=0.01"], ""),
+        (["mode=generate", "generation.temperature=0"], ""),
+        (["rollout=transformers", "rollout.temperature=2.5"], ""),
+        (["rollout=sglang", "rollout.temperature=1e-7"], "must be between 1e-06 and inf with rollout.name=sglang"),
+    ],
+)
+def test_engines_sample_at_the_temperature_that_is_asked_for(model: str, overrides: list[str], rule: str) -> None:
+    found = [fault for fault in faults(model, "rollout=vllm", *overrides) if "temperature" in fault]
+    assert len(found) == bool(rule) and all(rule in fault for fault in found), found
+
+
 def test_a_critic_of_its_own_needs_devices(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)

@@ -110,7 +110,7 @@ class Resumption:
 
     @property
     def _keeps_first_weights(self) -> bool:
-        """Whether a resumed run still needs the weights with which it began."""
+        """Returns whether a resumed run still needs the weights with which it began."""
         algorithm, lora = self.loop.algorithm, self.loop.policy.setup.train.lora
         return algorithm.needs_reference or algorithm.precomputes_reference or lora is not None
 

@@ -212,6 +212,7 @@ def runs_of(page: Path) -> Iterator[tuple[str, RunConfig]]:
                 yield command, load(name, overrides, **({"config_dir": place} if place else {}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_of_a_page_follow_those_of_the_first_run_and_each_other(page: Path, folder: Path) -> None:
     """A folder belongs to the run that has begun in it."""

@@ -141,9 +141,10 @@ def test_files_belong_to_their_dataset(tmp_path: Path, tokenizer: PreTrainedToke
     assert count() == (1, 2)
 
 
+@pytest.mark.thorough
 def test_datasets_of_a_mixture_keep_their_shares(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     mine = write(tmp_path / "mine.jsonl", [{"prompt": f"q{i}", "response": "r"} for i in range(100)])
-    for path in ({mine: 9.0, "arithmetic": 1.0}, {"arithmetic": 1.0, mine: 9.0}):
+    for path in ({mine: 9.0, "arithmetic#30": 1.0}, {"arithmetic#30": 1.0, mine: 9.0}):
         config = DataConfig(path=path, cache_folder=str(tmp_path / "cache"), evaluation_count=0)
         stream = find_source("examples")(config, tokenizer=tokenizer, seed=0, max_tokens=100)
         channels = [stream.channels[item.channel] for item in stream.next(100)]

@@ -71,13 +71,13 @@ class Resumption:
     def resume(self) -> int:
         """Restores the latest complete checkpoint and returns the number of steps done."""
         loop, latest = self.loop, self.latest
+        state = read_state(latest) if latest else self.beginning
+        self._require_first_weights(state.first_weights or loop.first_weights)
         self._start_from()
         # The policy has the first weights now, but not any more after a checkpoint is loaded.
         loop.prepare()
         if latest is None:
             return 0
-        state = read_state(latest)
-        self._require_first_weights(state.first_weights or loop.first_weights)
         if self.config.verify:
             loop.policy.verify(latest / TRAINING)
             for role, model in loop.auxiliary.items():

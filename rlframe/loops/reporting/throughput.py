@@ -17,7 +17,7 @@ PHASES = {
 }
 """Role and passes of each phase that computes every token of the step's sequences."""
 ROLLOUT = "rollout"
-NONE = np.zeros(0, dtype=np.int64)
+NOTHING_SPARED = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class Throughput:
         found: dict[str, float] = {}
         for phase, (role, passes) in PHASES.items():
             if (seconds := times.get(f"time/{phase}_s")) and (shape := self.shapes.get(role)):
-                others = (spared or {}).get(role, NONE)
+                others = (spared or {}).get(role, NOTHING_SPARED)
                 own = int(lengths.sum()) - int(others.sum())
                 # A token that follows spared ones sees them, too.
                 mean = (_squares(lengths) - _squares(others)) / own

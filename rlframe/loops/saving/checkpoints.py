@@ -64,8 +64,8 @@ class RunState:
     score: float | None = None
     """Value of `checkpoint.best_metric`. None if it was not measured at this step."""
     first_weights: str = ""
-    """Identity of the weights with which the run began, see `first_weights.identity`. Empty in checkpoints from before
-    2026-11-30."""
+    """Identity of the weights with which the run began, see `first_weights.identity`. Empty if a resumed run does not
+    need them, and in checkpoints from before 2026-11-30."""
 
 
 class Checkpoints:

@@ -162,6 +162,8 @@ def test_another_version_of_a_package_makes_another_file(
             patch.setattr(cache, "_version", lambda name, newer=package: "9" if name == newer else None)
             files.append(cache_file(config, **settings))
     assert len(set(files)) == 1 + len(PACKAGES)
+    turned = [{str(config.path): 9.0, "arithmetic": 1.0}, {"arithmetic": 1.0, str(config.path): 9.0}]
+    assert len({cache_file(replace(config, path=path), **settings) for path in turned}) == 2, "and another order"
     assert cache_file(replace(config, path="verifiers:mine"), **settings) is None, "nobody knows what it gives"
 
 

@@ -1,5 +1,6 @@
 """Rules about devices, engines, transports and packages."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -80,7 +81,8 @@ def temperatures(run: RunConfig) -> Iterator[Fault]:
     least, most = run.rollout.temperatures
     for key, temperature in asked.items():
         if temperature and not least <= temperature <= most:
-            rule = f"must be between {least:g} and {most:g} with rollout.name={run.rollout.name}"
+            bounds = f"at least {least:g}" if math.isinf(most) else f"between {least:g} and {most:g}"
+            rule = f"must be {bounds} with rollout.name={run.rollout.name}"
             yield Fault(key, rule, got=temperature, why="the engine samples at another one otherwise, or not at all")
 
 

@@ -31,7 +31,10 @@ def model(tmp_path: Path) -> str:
         (["rollout.temperature=0.01"], ""),
         (["mode=generate", "generation.temperature=0"], ""),
         (["rollout=transformers", "rollout.temperature=2.5"], ""),
-        (["rollout=sglang", "rollout.temperature=1e-7"], "must be between 1e-06 and inf with rollout.name=sglang"),
+        (
+            ["rollout=sglang", "rollout.temperature=1e-7"],
+            "rollout.temperature must be at least 1e-06 with rollout.name=sglang",
+        ),
     ],
 )
 def test_engines_sample_at_the_temperature_that_is_asked_for(overrides: list[str], rule: str) -> None:

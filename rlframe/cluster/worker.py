@@ -80,6 +80,7 @@ class Worker:
         note_warnings(self.log)
         # For what this process starts.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        self._begin()
         self.set_threads(num_threads)
         self.set_network()
         mark("start: the process runs")
@@ -90,6 +91,9 @@ class Worker:
         for name, member in list(vars(cls).items()):
             if inspect.isfunction(member) and not name.startswith("_"):
                 setattr(cls, name, marked(member))
+
+    def _begin(self) -> None:
+        """Starts what takes seconds, before this process imports torch. For subclasses."""
 
     @staticmethod
     def set_threads(num_threads: int) -> None:

@@ -55,6 +55,7 @@ class WorkerGroup(Generic[W_co]):
         start_timeout_s: float,
         call_timeout_s: float,
         threads_of: Mapping[str, int] | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ):
         """Starts the actors. Their real work starts with the group's first call, and the first wait for any call waits
         for all of them to be there, so that groups made in a row start at the same time.
@@ -64,12 +65,14 @@ class WorkerGroup(Generic[W_co]):
             call_timeout_s: limit for any later call.
             threads_of: Ray's concurrency groups: number of concurrent calls of the methods of each group, besides one
                 call of all other methods. None means one call at a time.
+            arguments: those of the actors' class beside Worker's.
         """
         self.role = role
         self.slots = list(slots)
         self.start_timeout_s, self.call_timeout_s = start_timeout_s, call_timeout_s
         self.log_folder = log_folder
         self._num_threads = num_threads
+        self._arguments = dict(arguments or {})
         options: dict[str, Any] = {"concurrency_groups": dict(threads_of)} if threads_of else {}
         self._remote_class: Any = ray.remote(**options)(actor_class) if options else ray.remote(actor_class)
         self._infos: list[WorkerInfo] = []
@@ -107,6 +110,7 @@ class WorkerGroup(Generic[W_co]):
             outside=dict(SOURCES),
             # Ray starts workers of another node where `ray start` was called there, unless it has copied a folder.
             folder=None if "working_dir" in ray.get_runtime_context().runtime_env else os.getcwd(),
+            **self._arguments,
         )
 
     def ask(self, rank: int, method: Callable[[W_co, *Ts], T], *arguments: *Ts) -> "ray.ObjectRef[T]":

@@ -429,9 +429,10 @@ class WeightSync:
         if not self._is_open:
             self._reconnect(self._connected.choice)
         with self._gates(version, engines):
-            sent, received = both(
-                lambda: self._source.call(SourceRank.send),
+            # The engines' way is the longer one, and begins first.
+            received, sent = both(
                 lambda: self._destinations.receive(version, engines=engines),
+                lambda: self._source.call(SourceRank.send),
                 self._meeting,
             )
             start = time.perf_counter()

@@ -237,13 +237,16 @@ def both(first: Callable[[], T], second: Callable[[], U], rendezvous: "Rendezvou
     """Makes the two calls at the same time and returns their results. If one fails, the ranks that wait for it are
     released, and its error is raised. Of two errors the death of a worker is raised, which is the cause, or else the
     first."""
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        calls = pool.submit(first), pool.submit(second)
+    calls = rendezvous.threads.submit(first), rendezvous.threads.submit(second)
+    try:
         done, later = wait([*calls], return_when=FIRST_EXCEPTION)  # pyright: ignore[reportArgumentType]
         errors = [error for call in done if (error := call.exception())]
         if errors:
             rendezvous.release()
-        errors += [error for call in later if (error := call.exception())]
+    finally:
+        # Neither goes on behind an error of this thread, such as that of a signal.
+        wait([*calls])  # pyright: ignore[reportArgumentType]
+    errors += [error for call in later if (error := call.exception())]
     if errors:
         raise next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
     return calls[0].result(), calls[1].result()
@@ -253,6 +256,8 @@ class Rendezvous:
     """Rendezvous of the ranks of two-sided transports: a TCPStore in the driver, started on first use."""
 
     def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weight-sync")
+        """The threads of the two sides' calls. They stay, because a sync would wait for new ones."""
         self._store: TCPStore | None = None
         self._host = ""
         self._sessions = 0

@@ -15,6 +15,7 @@ from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils.calls import RankCall
+from rlframe.utils.process.early import EarlyProgram
 from rlframe.weight_sync.border import DestinationRank
 
 T = TypeVar("T")
@@ -53,6 +54,13 @@ class RolloutEngine(ABC):
     meanwhile."""
     freed_bytes: int | None = None
     """Bytes of device memory that the last `sleep` freed, over all ranks of the engine. None if not measured."""
+
+    @classmethod
+    def ahead(cls, config: Any, *, folder: Path, device: str) -> EarlyProgram | None:  # noqa: ARG003 - for subclasses
+        """Returns what a process of the engine begins with as soon as the engine's actor runs, before that imports
+        torch; `prepare` then gets the process as `early`. None if the engine has no such process. Called by the driver.
+        """
+        return None
 
     @classmethod  # noqa: B027 - most engines need nothing
     def prepare(cls, config: Any, *, folder: Path, device: str) -> None:  # noqa: ARG003 - for subclasses

@@ -17,6 +17,7 @@ from rlframe.rollout.fleet.worker import GENERATE, SIGNALS, EngineWorker, Rollou
 from rlframe.types.input import ModelInput
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import EngineDied, RlframeError, WorkerDied
+from rlframe.utils.process.early import EarlyProgram
 from rlframe.utils.process.memory import MemoryUse, of_role
 from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationGroup, DestinationRank, Received
@@ -83,6 +84,7 @@ class RolloutGroup(DestinationGroup):
             start_timeout_s=start_timeout_s,
             call_timeout_s=call_timeout_s,
             threads_of={GENERATE: self.max_calls, SIGNALS: 1},
+            arguments={"ahead": ahead_of(setup)},
         )
         # While other models start. What fails here fails again, and is told, in `start`.
         self.workers.ask_all(EngineWorker.prepare, setup)
@@ -312,6 +314,16 @@ class EvaluationEngines(RolloutGroup):
     """Engines of the policy that evaluate and do nothing else."""
 
     role = "evaluation"
+
+
+def ahead_of(setup: RolloutSetup) -> EarlyProgram | None:
+    """Returns what the actors of engines with these settings start before they import anything; see
+    RolloutEngine.ahead."""
+    engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
+    program: EarlyProgram | None = engine_class.ahead(
+        setup.rollout, folder=resolve(setup.model), device=setup.device.value
+    )
+    return program
 
 
 def max_positions(setup: RolloutSetup) -> int:

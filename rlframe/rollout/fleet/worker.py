@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import psutil
 import ray
@@ -26,6 +26,7 @@ from rlframe.types.packed import Packed
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils.calls import RankCall
 from rlframe.utils.process import garbage
+from rlframe.utils.process.early import EarlyProgram
 from rlframe.utils.registry import find
 
 if TYPE_CHECKING:
@@ -163,12 +164,26 @@ class RolloutWorker(Worker, EngineWorker):
 
     engine: "RolloutEngine"
 
+    def __init__(self, *, ahead: EarlyProgram | None = None, **worker: Any):
+        """Accepts the arguments of Worker and the following.
+
+        Args:
+            ahead: see RolloutEngine.ahead.
+        """
+        self._ahead = ahead
+        super().__init__(**worker)
+
+    def _begin(self) -> None:
+        """See Worker."""
+        self._early = self._ahead.start() if self._ahead else None
+
     def prepare(self, setup: RolloutSetup) -> None:
         """See RolloutEngine.prepare. `start` does without it."""
         from rlframe.models.hub import resolve
 
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
-        engine_class.prepare(setup.rollout, folder=resolve(setup.model), device=setup.device.value)
+        early = {"early": self._early} if self._early else {}
+        engine_class.prepare(setup.rollout, folder=resolve(setup.model), device=setup.device.value, **early)
 
     def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
         """Builds the engine and loads its weights. Returns pid and creation time of each process it started."""

@@ -7,7 +7,7 @@ block and may be called from many threads.
 
 import asyncio
 import concurrent.futures
-import importlib
+import importlib.util
 import itertools
 import os
 import pickle
@@ -35,12 +35,11 @@ from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
 from rlframe.rollout.vllm.fetch import Fetcher
 from rlframe.rollout.vllm.launch import (
-    early_core,
+    early_program,
     engine_arguments,
     launch,
     register_here,
     runs_first,
-    set_environment,
 )
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
@@ -48,7 +47,7 @@ from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, Scored
 from rlframe.utils.calls import RankCall
 from rlframe.utils.errors import EngineDied, WeightSyncFailed
-from rlframe.utils.process.early import EarlyProcess
+from rlframe.utils.process.early import EarlyProcess, EarlyProgram
 from rlframe.weight_sync.border import DestinationRank
 
 T = TypeVar("T")
@@ -69,13 +68,16 @@ class VllmEngine(ServedEngine, ProfilesItself):
     """The process of the core of the engine that is made next."""
 
     @classmethod
-    def prepare(cls, config: VllmConfig, *, folder: Path, device: str) -> None:
+    def ahead(cls, config: VllmConfig, *, folder: Path, device: str) -> EarlyProgram:
+        assert importlib.util.find_spec("vllm") is not None, "rollout.name=vllm is checked with the configuration"
+        return early_program(config, folder=folder, cuda=device != "cpu")
+
+    @classmethod
+    def prepare(cls, config: VllmConfig, *, folder: Path, device: str, early: EarlyProcess | None = None) -> None:
         """Imports vLLM here and in the process of its core, at the same time."""
-        cuda = device != "cpu"
-        set_environment(config, cuda=cuda)
-        early = early_core(folder, cuda=cuda, num_workers=config.num_worker_processes(cuda=cuda))
+        early = early or cls.ahead(config, folder=folder, device=device).start()
         importlib.import_module("vllm.v1.engine.async_llm")
-        register_here(folder)
+        register_here(read_config(folder).get("architectures") or [])
         VllmEngine._early = early
 
     def __init__(

@@ -1,9 +1,9 @@
 """The environment and the engine arguments with which vLLM starts."""
 
-import importlib.util
+import importlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from rlframe.rollout.vllm.decode.ahead import ENTRIES
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
-from rlframe.utils.process.early import EarlyContext, EarlyProcess
+from rlframe.utils.process.early import STARTED, EarlyContext, EarlyProcess, EarlyProgram
 
 logger = logging.getLogger(__name__)
 
@@ -42,37 +42,60 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """Environment variable of vLLM that says which model runner it takes."""
 CHOSEN_RUNNER = os.environ.get(RUNNER)
 """Value that the user gave it, or None."""
+DEFAULTS = {
+    # Ray decides how many cores a worker has; vLLM's own binding would place several engines on the same ones.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Training runs send no usage reports to vLLM's authors.
+    "VLLM_NO_USAGE_STATS": "1",
+    # Inductor's kernels begin before the one ahead has ended, as those of `few_rows`, which may then ask for weights
+    # early. Inductor does not do so on GPUs that cannot.
+    "TORCHINDUCTOR_ENABLE_PDL": "1",
+}
+"""Environment variables of vLLM and its processes that users may set otherwise."""
 LEAST_CLAIM = 0.01
 """Value of vLLM's `gpu_memory_utilization` beside a cache of a given size. vLLM then reads it for one check only: that
 such a part of the device is free (vLLM 0.26 to 0.32, `request_memory`)."""
 
 
-def set_environment(config: VllmConfig, *, cuda: bool) -> None:
-    """Sets the environment variables of vLLM and its processes. Most are read once, when vLLM is imported."""
-    assert importlib.util.find_spec("vllm") is not None, "rollout.name=vllm is checked with the configuration"
-    # Ray's and rlframe's threads do not survive a fork.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    # Every request has a seed, for which vLLM never uses FlashInfer's sampler. It would only be compiled for the
-    # warm-up, or fail there if it is missing.
-    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+def early_program(config: VllmConfig, *, folder: Path, cuda: bool) -> EarlyProgram:
+    """Returns what the process of vLLM's core begins with: it imports vLLM at once, as do the processes of its workers
+    below it.
+
+    vLLM makes its configuration and then starts its core in a new interpreter, which would begin with the import that
+    this process has just done: 15 s after 15 s on a machine with an H200. Workers begin with it again, after the core:
+    26 s on a machine with four.
+    """
+    known = [each for each in read_config(folder).get("architectures") or [] if isinstance(each, str)]
+    worker = f"from {__name__} import import_worker; import_worker({known!r}, cuda={cuda}, also={WORKERS_START!r})"
+    return EarlyProgram(
+        first=f"from {__name__} import import_core; import_core({known!r}, cuda={cuda})",
+        below=(worker,) * config.num_worker_processes(cuda=cuda),
+        environment=environment(config, cuda=cuda),
+        defaults=DEFAULTS,
+    )
+
+
+def environment(config: VllmConfig, *, cuda: bool) -> dict[str, str]:
+    """Returns the environment variables of vLLM and its processes. Most are read once, when vLLM is imported."""
+    wanted = {
+        # Ray's and rlframe's threads do not survive a fork.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # Every request has a seed, for which vLLM never uses FlashInfer's sampler. It would only be compiled for the
+        # warm-up, or fail there if it is missing.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
     if config.quantization is not EngineFormat.NONE:
         # DeepGEMM keeps scales in an order of its own, where weight sync does not write them. vLLM's CUTLASS kernels
         # and Triton's read weights and scales as they are loaded.
-        os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-    # Ray decides how many cores a worker has; vLLM's own binding would place several engines on the same ones.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # Training runs send no usage reports to vLLM's authors.
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Inductor's kernels begin before the one ahead has ended, as those of `few_rows`, which may then ask for weights
-    # early. Inductor does not do so on GPUs that cannot.
-    os.environ.setdefault("TORCHINDUCTOR_ENABLE_PDL", "1")
+        wanted["VLLM_USE_DEEP_GEMM"] = "0"
     if not cuda and not config.num_worker_processes(cuda=cuda):
         # Otherwise vLLM starts an extra process for a CPU worker, only to bind its threads.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not cuda:
         # vLLM compiles its logprob ranks even in eager mode, which takes 20 s on a CPU at the first request. Setting
         # the variable in both cases also overrides a value that another engine left.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1" if config.enforce_eager else "0"
+        wanted["TORCHDYNAMO_DISABLE"] = "1" if config.enforce_eager else "0"
+    return wanted
 
 
 def engine_arguments(
@@ -227,49 +250,40 @@ def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:
     }
 
 
-def register_here(folder: Path) -> None:
+def register_here(architectures: Iterable[str]) -> None:
     """Imports the model's class in this process, so that vLLM asks that class what it can do.
 
     vLLM would start an interpreter for the question, which imports all of vLLM and then ends: 17 of the 100 seconds in
     which an H200 machine without caches started an engine. It does so because its own processes may be forks, in which
     CUDA must be untouched; ours are spawned.
+
+    Args:
+        architectures: names of the class in the model's config.json.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for architecture in read_config(folder).get("architectures") or []:
+    for architecture in architectures:
         if architecture in ModelRegistry.models:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-def early_core(folder: Path, *, cuda: bool, num_workers: int) -> EarlyProcess:
-    """Returns the process of vLLM's core, which imports vLLM at once, as do the processes of its workers below it.
-
-    vLLM makes its configuration and then starts its core in a new interpreter, which would begin with the import that
-    this process has just done: 15 s after 15 s on a machine with an H200. Workers of several devices begin with it
-    again, after the core: 26 s on a machine with four.
-    """
-    call = f"import_core({str(folder)!r}, cuda={cuda}, num_workers={num_workers})"
-    return EarlyProcess(f"from {__name__} import import_core; {call}")
+def import_core(architectures: Sequence[str], *, cuda: bool) -> None:
+    """Imports what vLLM's core needs: vLLM, its worker, and the class of the model. Its workers will be the early
+    processes of this one, if there are any."""
+    import_worker(architectures, cuda=cuda, also="vllm.v1.engine.core")
+    if STARTED:
+        replace_context(WORKERS_START, partial(EarlyContext, tuple(STARTED)))
 
 
-def import_core(folder: str, *, cuda: bool, num_workers: int) -> None:
-    """Imports what vLLM's core needs: vLLM, its worker, and the class of the model in `folder`."""
-    program = f"from {__name__} import import_worker; import_worker({folder!r}, cuda={cuda}, also={WORKERS_START!r})"
-    workers = [EarlyProcess(program) for _ in range(num_workers)]
-    import_worker(folder, cuda=cuda, also="vllm.v1.engine.core")
-    if workers:
-        replace_context(WORKERS_START, partial(EarlyContext, workers))
-
-
-def import_worker(folder: str, *, cuda: bool, also: str) -> None:
-    """Imports what a worker of vLLM needs: its modules, those of rlframe, and the class of the model in `folder`.
+def import_worker(architectures: Sequence[str], *, cuda: bool, also: str) -> None:
+    """Imports what a worker of vLLM needs: its modules, those of rlframe, and the class of the model.
 
     Args:
         also: a module besides.
     """
     for module in (also, "vllm.v1.executor.uniproc_executor", "rlframe.rollout.vllm.worker", *WORKER[cuda]):
         importlib.import_module(module)
-    register_here(Path(folder))
+    register_here(architectures)
 
 
 def replace_context(module: str, context: Callable[[], EarlyContext]) -> None:

@@ -113,8 +113,8 @@ def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) ->
     if at_once:
         # While the engines start.
         models_trained.policy.warm_up_sync(sent_channel(parts.config))
-    elif parts.config.rollout.engine_format.channel:
-        # The memory of quantised weights must be taken before an engine measures what is free.
+    else:
+        # Engines import meanwhile. What stays of it, quantised weights, must be there before one measures what is free.
         models_trained.policy.channel(sent_channel(parts.config)).call(SourceRank.warm_up)
     asleep = models_trained.sleepers(parts) if parts.config.cluster.colocate else []
     for model in asleep:

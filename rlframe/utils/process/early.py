@@ -12,8 +12,9 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import reduction, resource_tracker, spawn, util
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
@@ -24,15 +25,40 @@ FIRST_FILE, MOST_FILES = 200, 16
 greatest number of such files."""
 
 
+STARTED: list["EarlyProcess"] = []
+"""The early processes that this process, one itself, has started before it ran anything else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyProgram:
+    """What an early process runs, so that one process can decide on it and another start it."""
+
+    first: str
+    """Python that it runs while it waits, such as imports."""
+    below: tuple[str, ...] = ()
+    """The same of early processes that it starts before, which then are `STARTED` there."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it and its parent need."""
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    """Others, where they have no value yet."""
+
+    def start(self) -> "EarlyProcess":
+        """Sets the variables in this process, and starts an early process."""
+        for name, value in self.defaults.items():
+            os.environ.setdefault(name, value)
+        os.environ.update(self.environment)
+        return EarlyProcess(self.first, below=self.below)
+
+
 class EarlyProcess:
     """An interpreter that waits for a process object. It ends if this object or the present process does, and nothing
     was sent."""
 
-    def __init__(self, first: str):
+    def __init__(self, first: str, *, below: Sequence[str] = ()):
         """Starts it with the present environment.
 
         Args:
-            first: Python that it runs meanwhile, such as imports.
+            first, below: see EarlyProgram.
         """
         tracker = resource_tracker.getfd()
         ends, child_ends = os.pipe()
@@ -40,7 +66,8 @@ class EarlyProcess:
         child_reads = child.fileno()
         # The program is the last argument but one; after it comes multiprocessing's own mark.
         *options, program, mark = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_reads)
-        known = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import begin, wait; begin({tracker})"
+        known = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import begin, wait"
+        known = f"{known}; begin({tracker}, {tuple(below)!r})"
         program = f"{known}; {first}; wait({child_reads}); {program}"
         self.executable = spawn.get_executable()
         try:
@@ -151,8 +178,8 @@ def close_files(*files: int) -> None:
         os.close(file)
 
 
-def begin(tracker: int) -> None:
-    """Prepares this process before it imports anything else.
+def begin(tracker: int, below: Sequence[str]) -> None:
+    """Prepares this process before it imports anything else, and starts the early processes below it.
 
     Processes that it starts before `spawn_main` use its parent's tracker of resources too. setproctitle, where it is
     installed, finds the memory of the title by the first variable of the environment, and would set no title any more
@@ -161,6 +188,7 @@ def begin(tracker: int) -> None:
     resource_tracker._resource_tracker._fd = tracker  # pyright: ignore[reportAttributeAccessIssue]
     with suppress(ImportError):
         importlib.import_module("setproctitle").getproctitle()
+    STARTED.extend(map(EarlyProcess, below))
 
 
 def wait(channel: int) -> None:

@@ -57,11 +57,14 @@ def used(*, with_children: bool = False) -> MemoryUse:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return MemoryUse(**host)
+    # In one question: each number by itself asks for all of them, and an engine waits for this in every sync.
+    sizes = torch.cuda.memory_stats_as_nested_dict()
+    reserved = sizes["reserved_bytes"]["all"]
     return MemoryUse(
         **host,
-        tensor_bytes=torch.cuda.memory_allocated(),
-        reserved_bytes=torch.cuda.memory_reserved(),
-        reserved_peak_bytes=torch.cuda.max_memory_reserved(),
+        tensor_bytes=sizes["allocated_bytes"]["all"]["current"],
+        reserved_bytes=reserved["current"],
+        reserved_peak_bytes=reserved["peak"],
     )
 
 

@@ -1,6 +1,7 @@
 """What the two sides of a sync tell when they fail."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ class Released:
 
     def __init__(self) -> None:
         self.event = threading.Event()
+        self.threads = ThreadPoolExecutor(max_workers=2)
 
     def release(self) -> None:
         self.event.set()

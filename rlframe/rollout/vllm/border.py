@@ -44,6 +44,11 @@ class Extension(Protocol):
         """
         ...
 
+    def rlframe_line(self) -> bytes:
+        """Returns, pickled, the address at which this rank answers `rlframe_take` beside its steps. Empty if it does
+        not."""
+        ...
+
     def rlframe_drafts(self) -> bytes:
         """Returns, pickled, the Drafts of this rank since it started."""
         ...

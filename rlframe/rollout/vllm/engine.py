@@ -41,6 +41,7 @@ from rlframe.rollout.vllm.launch import (
     register_here,
     runs_first,
 )
+from rlframe.rollout.vllm.line import Line, by_line
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
@@ -137,7 +138,17 @@ class VllmEngine(ServedEngine, ProfilesItself):
         # With vLLM's own check of drafts, which is model runner V2's, vLLM returns logprobs itself.
         records = config.speculative is None or runs_first()
         assert records or not with_routes, "router replay with drafts is refused with the configuration"
-        self._fetcher = Fetcher(partial(self._each_rank, Extension.rlframe_take)) if records else None
+        self._line = self._line_to_worker() if records else None
+        call = partial(self._each_rank, Extension.rlframe_take)
+        self._fetcher = Fetcher(by_line(self._line, call) if self._line else call) if records else None
+
+    def _line_to_worker(self) -> Line | None:
+        """Returns the line to the rank that has the records. None if it has none, or no process of its own."""
+        if not self.config.num_worker_processes(cuda=self._cuda):
+            return None
+        addresses = filter(None, map(pickle.loads, self._rpc(Extension.rlframe_line)))
+        address: str | None = next(addresses, None)
+        return None if address is None else self._wait(Line.to(address), doing="line to the worker")
 
     def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
         with self._admitted(requests) as admitted:
@@ -332,6 +343,8 @@ class VllmEngine(ServedEngine, ProfilesItself):
         if self._closed:
             return
         self._closed = True
+        if self._line is not None:
+            self._loop.call_soon_threadsafe(self._line.close)
         self._engine.shutdown()
         # vLLM's finalizer shuts the engine down again. Run it here, not at the end of the interpreter.
         del self._engine

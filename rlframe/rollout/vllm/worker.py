@@ -39,6 +39,7 @@ from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
 from rlframe.rollout.vllm.decode.ahead import look_ahead, multiplies_few_rows
 from rlframe.rollout.vllm.drafter import DRAFT, DRAFT_NOTES, DraftNotes
 from rlframe.rollout.vllm.layout import weights
+from rlframe.rollout.vllm.line import answering
 from rlframe.rollout.vllm.reload import LayerwiseReload
 from rlframe.rollout.vllm.routes import CAPTURE, RouteCapture, RouteRecord
 from rlframe.rollout.vllm.sampling import verify
@@ -360,16 +361,25 @@ class RankExtension:
 
     def rlframe_take(self, wanted: list[tuple[str, int, int]]) -> bytes:
         """See Extension."""
-        record, routes, parallel = self.rlframe_record, self.rlframe_routes, self.vllm_config.parallel_config
-        # All ranks sample the same, unless each samples a part of the batch (an option of vLLM 0.32).
-        has_all = not getattr(parallel, "enable_batch_sharded_sampling", False)
-        if record is None or (has_all and self.rank % parallel.tensor_parallel_size):
+        record, routes = self.rlframe_record, self.rlframe_routes
+        rank_of_engine = self.rank % self.vllm_config.parallel_config.tensor_parallel_size
+        if record is None or (self._samples_all() and rank_of_engine):
             return pickle.dumps([])
         found = (
             (*record.take(key, count), None if routes is None else routes.take(key, num_rows))
             for key, count, num_rows in wanted
         )
         return pickle.dumps(list(found))
+
+    def rlframe_line(self) -> bytes:
+        """See Extension. Experts lie where steps write: they are read between two of them, by vLLM's own call."""
+        answers = self.rlframe_record is not None and self.rlframe_routes is None and self._samples_all()
+        return pickle.dumps(answering(self.rlframe_take, self.device) if answers and not self.rank else "")
+
+    def _samples_all(self) -> bool:
+        """Returns whether this rank samples the whole batch, as the others. Otherwise each samples a part (an option of
+        vLLM 0.32)."""
+        return not getattr(self.vllm_config.parallel_config, "enable_batch_sharded_sampling", False)
 
     def rlframe_drafts(self) -> bytes:
         """See Extension."""

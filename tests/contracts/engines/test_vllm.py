@@ -81,6 +81,7 @@ def test_a_worker_with_a_process_of_its_own_gets_the_weights_and_samples_the_sam
     found = []
     for apart in (False, True):
         engine = kind.start(folder, worker_process=apart)
+        assert bool(engine._line) == apart, "its records are asked beside its steps"
         trainer, _, sync = synced(engine, weights)
         trainer.train(new)
         sync.publish(version=1)

@@ -4,6 +4,7 @@ vLLM's own way to return logprobs costs objects and messages for each token and 
 rollout. The sampler writes them here instead, and the engine fetches those of a request once, when it has ended.
 """
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -35,13 +36,15 @@ class Step:
 
 
 class TokenRecord:
-    """Tokens and logprobs of requests. A request keeps its row until it is taken, also while vLLM has preempted it."""
+    """Tokens and logprobs of requests. A request keeps its row until it is taken, also while vLLM has preempted it.
+    Other threads than that of the steps may take."""
 
     def __init__(self, num_rows: int):
         """
         Args:
             num_rows: number of requests for which there is memory at first.
         """
+        self._lock = threading.Lock()
         self._rows: dict[str, int] = {}
         self._free = list(range(num_rows))
         self._owners = np.zeros(num_rows, dtype=np.int64)
@@ -54,14 +57,15 @@ class TokenRecord:
 
     def begin(self, key: str) -> tuple[int, int]:
         """Returns the row and the number of a request, new ones if it has none."""
-        if key not in self._rows:
-            if not self._free:
-                self._grow(rows=len(self._owners))
-            row = self._rows[key] = self._free.pop()
-            self._num_begun += 1
-            self._owners[row], self._counts[row] = self._num_begun, 0
-        row = self._rows[key]
-        return row, int(self._owners[row])
+        with self._lock:
+            if key not in self._rows:
+                if not self._free:
+                    self._grow(rows=len(self._owners))
+                row = self._rows[key] = self._free.pop()
+                self._num_begun += 1
+                self._owners[row], self._counts[row] = self._num_begun, 0
+            row = self._rows[key]
+            return row, int(self._owners[row])
 
     def add(
         self,
@@ -87,23 +91,25 @@ class TokenRecord:
             tokens, logprobs = (each.to("cpu", non_blocking=True) for each in (tokens, logprobs))
             arrived = torch.cuda.Event()
             arrived.record()
-        self._steps.append(Step(rows, owners, indices, sampled, tokens, logprobs, arrived))
-        self._read_arrived()
+        with self._lock:
+            self._steps.append(Step(rows, owners, indices, sampled, tokens, logprobs, arrived))
+            self._read_arrived()
 
     def take(self, key: str, count: int) -> tuple[Int[np.ndarray, " L"], Float[np.ndarray, " L"]]:
         """Returns the first `count` tokens of a request and their logprobs, fewer if it has not as many, and frees its
         row."""
-        row = self._rows.pop(key, None)
-        if row is None:
-            return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
-        self._read_arrived()
-        while self._counts[row] < count and self._steps:
-            self._read(self._steps.popleft())
-        end = min(count, int(self._counts[row]))
-        found = self._tokens[row, :end].copy(), self._logprobs[row, :end].copy()
-        self._owners[row] = 0
-        self._free.append(row)
-        return found
+        with self._lock:
+            row = self._rows.pop(key, None)
+            if row is None:
+                return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+            self._read_arrived()
+            while self._counts[row] < count and self._steps:
+                self._read(self._steps.popleft())
+            end = min(count, int(self._counts[row]))
+            found = self._tokens[row, :end].copy(), self._logprobs[row, :end].copy()
+            self._owners[row] = 0
+            self._free.append(row)
+            return found
 
     def __len__(self) -> int:
         """Returns the number of requests."""

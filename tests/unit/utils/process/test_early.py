@@ -1,5 +1,6 @@
 """An interpreter that starts before it is known what it does."""
 
+import ast
 import importlib
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlframe.cluster.watch.sight import State
-from rlframe.utils.process.early import MOST_FILES, EarlyContext, EarlyProcess
+from rlframe.utils.process.early import MOST_FILES, EarlyContext, EarlyProcess, EarlyProgram
 from tests.until import until, until_state
 
 pytestmark = pytest.mark.later
@@ -41,6 +42,29 @@ def test_what_is_spawned_later_runs_in_the_interpreter_that_was_started_early(
     second.start()
     second.join()
     assert second.exitcode == 4 and second.pid != early.pid
+
+
+def test_an_early_process_starts_those_below_it_before_it_imports_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, below = tmp_path / "said", tmp_path / "below"
+    monkeypatch.setenv("KEPT", "the user's")
+    for name in ("ADDED", "WANTED"):
+        # Noted, so that what the program sets is undone.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    says = "import os; from pathlib import Path; from rlframe.utils.process import early; "
+    says += "Path({file!r}).write_text(repr({what}))"
+    program = EarlyProgram(
+        first=says.format(file=str(file), what="[each.pid for each in early.STARTED]"),
+        below=(says.format(file=str(below), what="[os.getpid(), *map(os.getenv, ('ADDED', 'KEPT', 'WANTED'))]"),),
+        environment={"WANTED": "1"},
+        defaults={"ADDED": "2", "KEPT": "3"},
+    )
+    early = program.start()
+    until(lambda: all(each.exists() and each.read_text().endswith("]") for each in (file, below)))
+    (started,) = ast.literal_eval(file.read_text())
+    assert early.can_take() and ast.literal_eval(below.read_text()) == [started, "2", "the user's", "1"]
 
 
 def call_itself(file: str, title: str) -> None:

@@ -1,0 +1,119 @@
+"""A line from the engine to a worker of vLLM, beside the calls of vLLM itself.
+
+vLLM (0.26 to 0.32) makes a call in its workers behind every step that is under way, and begins no step until it is
+answered (`MultiprocExecutor.collective_rpc`), so that the device waits. Each response that ends by itself has such a
+call for its logprobs, which need nothing of steps to come. A thread of the worker answers them here. This file can go
+when vLLM makes calls in its workers while steps are under way.
+"""
+
+import asyncio
+import logging
+import pickle
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from rlframe.rollout.vllm.fetch import Take, Wanted
+
+CONNECT_S = 60.0
+"""Seconds in which the engine connects."""
+LENGTH = struct.Struct(">Q")
+"""Number of bytes of a message, ahead of it."""
+logger = logging.getLogger(__name__)
+
+
+def answering(answer: Callable[[list[Wanted]], bytes], device: torch.device) -> str:
+    """Answers the engine in a thread of this worker until the engine is gone. Returns the address at which it connects,
+    empty if there can be none."""
+    folder = tempfile.TemporaryDirectory(prefix="rlframe-")
+    listener, address = socket.socket(socket.AF_UNIX), f"{folder.name}/line"
+    try:
+        listener.bind(address)
+    except OSError:
+        # The path of the system's folder for temporary files is too long for a socket.
+        listener.close()
+        folder.cleanup()
+        return ""
+    listener.listen(1)
+    listener.settimeout(CONNECT_S)
+
+    def run() -> None:
+        # Only the engine connects: nobody else enters a folder that its owner alone may read, and nobody twice.
+        with folder, listener:
+            connection, _ = listener.accept()
+        connection.settimeout(None)
+        if device.type == "cuda":
+            # Of this thread too. CUDA would otherwise make a context on the first device.
+            torch.cuda.set_device(device)
+        with connection:
+            for wanted in messages(connection):
+                send(connection, answer(wanted))
+
+    threading.Thread(target=run, name="rlframe-line", daemon=True).start()
+    return address
+
+
+def messages(connection: socket.socket) -> Iterator[Any]:
+    """Yields what arrives, until the other end is gone."""
+    with connection.makefile("rb") as file:
+        while len(head := file.read(LENGTH.size)) == LENGTH.size:
+            (length,) = LENGTH.unpack(head)
+            if len(body := file.read(length)) < length:
+                return
+            yield pickle.loads(body)
+
+
+def send(connection: socket.socket, body: bytes) -> None:
+    """Sends a message. A connection whose other end is gone loses it."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(LENGTH.pack(len(body)) + body)
+
+
+class Line:
+    """The engine's end, in its asyncio loop. One call at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def to(cls, address: str) -> "Line":
+        """Connects to the worker that answers at `address`."""
+        return cls(*await asyncio.open_unix_connection(address))
+
+    async def take(self, wanted: list[Wanted]) -> bytes:
+        """Returns the worker's answer.
+
+        Raises:
+            OSError, asyncio.IncompleteReadError: the worker is gone.
+        """
+        body = pickle.dumps(wanted)
+        self._writer.write(LENGTH.pack(len(body)) + body)
+        await self._writer.drain()
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        return await self._reader.readexactly(length)
+
+    def close(self) -> None:
+        """Ends the worker's thread."""
+        self._writer.close()
+
+
+def by_line(line: Line, call: Callable[[list[Wanted]], Awaitable[list[bytes]]]) -> Take:
+    """Returns what takes by the line, and by vLLM's own `call` once the worker is gone, which says so."""
+    open_line: list[Line] = [line]
+
+    async def take(wanted: list[Wanted]) -> list[bytes]:
+        while open_line:
+            try:
+                return [await open_line[0].take(wanted)]
+            except (OSError, asyncio.IncompleteReadError) as error:
+                logger.warning("vLLM's worker answers no more beside its steps: %r", error)
+                open_line.clear()
+        return await call(wanted)
+
+    return take

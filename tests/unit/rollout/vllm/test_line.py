@@ -1,0 +1,57 @@
+"""Answers of a worker beside vLLM's calls."""
+
+import asyncio
+import pickle
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlframe.rollout.vllm.fetch import Wanted
+from rlframe.rollout.vllm.line import Line, answering, by_line
+
+CPU = torch.device("cpu")
+
+
+def names(wanted: list[Wanted]) -> bytes:
+    """Answers with the names that were asked for, many times."""
+    return pickle.dumps([key * 100_000 for key, _, _ in wanted])
+
+
+async def asked_of_vllm(wanted: list[Wanted]) -> list[bytes]:
+    return [names(wanted), b"of the other rank"]
+
+
+def test_a_worker_answers_one_call_after_the_other_and_leaves_no_files():
+    address = answering(names, CPU)
+
+    async def ask() -> list[list[bytes]]:
+        line = await Line.to(address)
+        take = by_line(line, asked_of_vllm)
+        answers = [await take([("a", 1, 0)]), await take([("b", 2, 0), ("c", 3, 0)])]
+        line.close()
+        return answers
+
+    first, second = asyncio.run(ask())
+    assert first == [names([("a", 1, 0)])] and second == [names([("b", 2, 0), ("c", 3, 0)])]
+    assert not Path(address).parent.exists()
+
+
+def test_once_a_worker_is_gone_vllm_is_asked(tmp_path: Path):
+    async def ask() -> list[list[bytes]]:
+        def leave(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        async with await asyncio.start_unix_server(leave, tmp_path / "line"):
+            take = by_line(await Line.to(str(tmp_path / "line")), asked_of_vllm)
+            return [await take([("a", 1, 0)]), await take([("b", 1, 0)])]
+
+    assert [answers[1] for answers in asyncio.run(ask())] == [b"of the other rank"] * 2
+
+
+def test_a_folder_whose_path_is_too_long_for_a_socket_has_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert answering(names, CPU) == "" and not any(folder.iterdir())

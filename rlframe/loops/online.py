@@ -101,7 +101,7 @@ class RolloutLoop(Loop):
         of them: before the training, which drives these thousands of small objects out of the processor's caches."""
         rollouts = members(groups)
         self.metrics.callbacks.on_batch(step, rollouts, batch)
-        return self.metrics.choose_samples(step, rollouts, batch), Seen.of(groups)
+        return self.metrics.choose_samples(step, rollouts, batch), Seen.of(groups, batch)
 
     def describe(self, step: int, seen: Seen, synced: dict[str, float]) -> dict[str, float]:  # noqa: ARG002 - override
         """Returns metrics of the rollouts, of the models and of the step's time.
@@ -115,7 +115,7 @@ class RolloutLoop(Loop):
         groups = {POLICY: self.policy, **self.auxiliary}
         times = self.phase.step_times(groups)
         spared = {role: group.spared for role, group in groups.items()}
-        metrics |= self.throughput.of_training(times, tokens.lengths, int(tokens.sampled.sum()), spared=spared)
+        metrics |= self.throughput.of_training(times, tokens.lengths, seen.predicted, spared=spared)
         untrained = self.sampler.untrained
         metrics |= self.throughput.of_sampling(times, tokens.lengths, tokens.sampled, untrained=untrained)
         return metrics | times | self.checkpoints.metrics() | of_role("driver", [used()]) | {

@@ -247,12 +247,15 @@ class Seen:
     metrics: dict[str, float]
     """See `rollout_metrics`."""
     tokens: Tokens
+    predicted: int
+    """Number of tokens that the loss counts: without those that were sampled and are masked."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> "Seen":
-        """Returns the numbers of rollouts."""
+    def of(cls, groups: Sequence[Group], batch: TrainBatch) -> "Seen":
+        """Returns the numbers of rollouts, and of the batch that was made of them."""
         tokens = Tokens.of(members(groups))
-        return cls(metrics=rollout_metrics(groups, tokens), tokens=tokens)
+        metrics = rollout_metrics(groups, tokens)
+        return cls(metrics=metrics, tokens=tokens, predicted=int(batch.loss_mask.sum()))
 
 
 def rollout_metrics(groups: Sequence[Group], tokens: Tokens | None = None) -> dict[str, float]:

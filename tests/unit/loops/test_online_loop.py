@@ -50,6 +50,7 @@ VOCABULARY, PROMPTS, GROUP, STEPS, LR = 4, 4, 3, 3, 0.5
 ENGINE_BIAS_NATS = 0.3
 """How far the engine's logprobs are from the trainer's of the same weights."""
 CLIP, KL = 0.2, 0.1
+ROLES = ("policy", "rollout")
 START = torch.tensor([0.3, -0.2, 0.1, 0.0])
 WORTH = [1.0, 0.0, 0.5, -0.25]
 """Reward of a response by its first token."""
@@ -115,6 +116,7 @@ class World:
     samples: list[list[Rollout]] = field(default_factory=list)
     attempts: Any = None
     sampler: Any = None
+    finish: Callable[[Tensor], FinishReason] = lambda drawn: FinishReason.STOP
     beside: list[bool] = field(default_factory=list)
     """Whether the policy was awake in each sync."""
 
@@ -142,7 +144,7 @@ class World:
             token_ids=drawn + VOCABULARY,
             logprobs=logits.log_softmax(0)[drawn] - ENGINE_BIAS_NATS,
             versions=[self.version, self.version],
-            finish_reason=FinishReason.STOP,
+            finish_reason=self.finish(drawn),
         )
 
     def score(self, rollout: Rollout) -> None:
@@ -182,19 +184,21 @@ def trained(
     edit: Callable[[GrpoConfig], GrpoConfig] = lambda one: one,
     shares: Callable[[World], list[Any]] = lambda world: [],
     dynamic: DynamicSamplingConfig | None = None,
+    finish: Callable[[Tensor], FinishReason] = lambda drawn: FinishReason.STOP,
 ) -> World:
     """Runs the loop for STEPS steps.
 
     Args:
         shares: the roles that take turns on a device.
         dynamic: by which groups are dropped.
+        finish: returns why a response ended.
     """
     algorithm = Grpo(edit(GrpoConfig(group_size=GROUP, kl_coefficient=KL, clip_low=CLIP, clip_high=CLIP)))
     overrides = [f"output={tmp_path}", f"steps={STEPS}", "logging.tensorboard=false", "logging.progress=false"]
     config = load("grpo_qwen3_moe", overrides)
     tmp_path.mkdir(exist_ok=True)
     policy = Bandit(algorithm, num_minibatches)
-    world = World(policy, published={0: START.clone()})
+    world = World(policy, published={0: START.clone()}, finish=finish)
     phase = Phases(sharing=shares(world), announce=lambda name: None)
     metrics = MetricsLog(config.logging, tmp_path, name="bandit", steps=STEPS, done_steps=None)
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
@@ -211,7 +215,9 @@ def trained(
         prompts=world, rollout=world, leases=leases, attempts=world.attempts, scorer=None, sampler=Noted(world),
         phase=phase,
         checkpoints=checkpoints, export=lambda folder: None,
-        throughput=Throughput(shapes={"rollout": Shape(devices=2, operations=lambda length, share: length * share)}),
+        throughput=Throughput(
+            shapes={role: Shape(devices=2, operations=lambda length, share: length * share) for role in ROLES}, peak=1e3
+        ),
     )  # fmt: skip
     for step in range(1, STEPS + 1):
         loop.step(step)
@@ -268,6 +274,23 @@ def test_the_throughput_of_engines_is_of_all_that_they_sample(tmp_path: Path) ->
     tokens = [each["throughput/rollout_tokens_per_s_device"] * each["time/rollout_s"] * 2 for each in steps]
     assert tokens == pytest.approx([2 * each["rollout/sampled"] for each in steps])
     assert max(each["rollout/sampled"] for each in steps) > PROMPTS * GROUP, "some groups were dropped"
+
+
+def test_logits_of_responses_that_are_masked_are_no_operations(tmp_path: Path) -> None:
+    def masked(config: GrpoConfig) -> GrpoConfig:
+        return replace(config, mask_truncated=True)
+
+    def finish(drawn: Tensor) -> FinishReason:
+        return FinishReason.LENGTH if drawn[0] > 1 else FinishReason.STOP
+
+    trained(tmp_path, num_minibatches=1, edit=masked, finish=finish)
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        kept = 1 - step["rollout/truncated_fraction"]
+        assert 0 < kept < 1, "some responses are cut off"
+        # Three passes over sequences of 3 tokens. The loss counts 2 of them, or none.
+        operations = step["throughput/train_mfu_fraction"] * step["time/train_s"] * 2 * 1e3
+        assert operations == pytest.approx(3 * step["rollout/tokens"] * 3 * kept * 2 / 3)
 
 
 def test_a_policy_that_takes_turns_with_the_engines_sleeps_before_their_weights_come(tmp_path: Path) -> None:

@@ -245,8 +245,18 @@ class BufferedSampler(Sampler):
         """Returns whether more may be sampled in this step."""
         most = self.dynamic.max_rounds if self.dynamic else REPLACEMENT_ROUNDS
         # Groups that are replaced one by one, as they end, make no rounds: as many prompts may be sampled.
-        per_round = self.buffer.limit if self.buffer.oversamples else self.prompts_per_step
-        return (self._counts.leased < most * per_round) if self._one_by_one else self._counts.rounds < most
+        return (self._counts.leased < most * self._per_round) if self._one_by_one else self._counts.rounds < most
+
+    @property
+    def _per_round(self) -> int:
+        """The number of prompts that are as many as a round of sampling begins with."""
+        return self.buffer.limit if self.buffer.oversamples else self.prompts_per_step
+
+    @property
+    def _rounds(self) -> int:
+        """The number of rounds that the step took. Of groups that are replaced one by one, the rounds that begin as
+        many."""
+        return -(-self._counts.leased // self._per_round) if self._one_by_one else self._counts.rounds
 
     def _fill(self, step: int) -> None:
         """Opens as many leases as there is room for, and begins their attempts."""
@@ -332,14 +342,14 @@ class BufferedSampler(Sampler):
     def _exhausted(self, step: int) -> str:
         if self.dynamic is None:
             return (
-                f"step {step}: too few groups had two successful attempts, in {self._counts.rounds} rounds of "
+                f"step {step}: too few groups had two successful attempts, in {self._rounds} rounds of "
                 "sampling; the warnings above say why attempts failed. Mend the environment, or raise "
                 "rollout.attempt_timeout_s"
             )
         counts = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in self._counts.dropped.items())
         return (
             f"step {step}: fewer than the {self.num_minibatches} groups that an update needs had "
-            f"different rewards, in {self._counts.rounds} rounds (algorithm.dynamic_sampling.max_rounds); groups with "
+            f"different rewards, in {self._rounds} rounds (algorithm.dynamic_sampling.max_rounds); groups with "
             f"equal rewards: {counts}. Use prompts that are neither too easy nor too hard, larger groups "
             "or a higher rollout.temperature"
         )
@@ -350,7 +360,7 @@ class BufferedSampler(Sampler):
         metrics: dict[str, float] = {}
         if self.dynamic:
             metrics |= {
-                "rollout/rounds": float(counts.rounds),
+                "rollout/rounds": float(self._rounds),
                 "rollout/sampled": float(counts.sampled),
                 "reward/sampled_mean": mean_of(counts.rewards),
                 **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in counts.dropped.items()},

@@ -175,6 +175,39 @@ def test_a_batch_without_any_signal_ends_the_run_with_the_counts() -> None:
         made.collect(step=7)
 
 
+def one_by_one(rewards: Rewards, *, otherwise: tuple[float, float] = (0.0, 1.0), **settings: Any) -> BufferedSampler:
+    """A dynamic sampler with a lag of 1, whose groups end one after the other."""
+    made = sampler(rewards, otherwise=otherwise, dynamic=DynamicSamplingConfig(**settings), max_policy_lag=1)
+    score = made.attempts._score  # type: ignore[attr-defined]
+
+    def nothing(request: GenerationRequest) -> Completion:
+        versions = [made.attempts.rollout.version]
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=versions, finish_reason=FinishReason.STOP)
+
+    async def observe(rollout: Rollout) -> None:
+        await asyncio.sleep(1 + int(rollout.prompt.id[1:]))
+
+    made.attempts = LocalAttempts([answering(nothing)], score, observe=observe)
+    return made
+
+
+def test_groups_that_are_replaced_one_by_one_are_rounds_by_their_number() -> None:
+    made = one_by_one(dict.fromkeys([f"p{index}" for index in range(8)], (1.0, 1.0)))
+    assert collected(made, 1)[::2] == ["p8", "p9", "p10", "p11"]
+    # As many prompts as six rounds of four begin, not a round for each time that some were begun.
+    metrics, leased = made.metrics(), made.leases.num_taken
+    assert 20 < leased <= 24 and metrics["rollout/rounds"] == 6.0
+    assert len(made.attempts.asked) > 10  # type: ignore[attr-defined]
+    made.reset()
+
+
+def test_the_rounds_of_a_batch_without_any_signal_are_those_that_were_allowed() -> None:
+    made = one_by_one({}, otherwise=(0, 0), max_rounds=3)
+    with pytest.raises(RlframeError, match="had different rewards, in 3 rounds"):
+        made.collect(1)
+    made.reset()
+
+
 def test_the_signal_may_be_that_of_one_reward() -> None:
     # The sums differ, by a penalty of length, but both answers are right.
     made = dynamic({"p1": (1.0, 0.5)}, reward_part="right")

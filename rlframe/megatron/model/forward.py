@@ -385,6 +385,13 @@ def packed(model: Model, batch: Sequences, context: dist.ProcessGroup, *, of_los
     return inputs.picking(batch.loss_mask, multiple=tp) if of_loss and model.picked else inputs
 
 
+def filled(model: Model, microbatches: list[Microbatch]) -> list[Microbatch]:
+    """Returns the micro-batches of a schedule. An interleaved one takes them in groups of as many as there are stages,
+    the last of which are empty then."""
+    filling = -len(microbatches) % model.config.pipeline_model_parallel_size if len(model.chunks) > 1 else 0
+    return microbatches + [microbatches[0].emptied()] * filling
+
+
 def run(
     model: Model,
     microbatches: list[Microbatch],
@@ -403,10 +410,7 @@ def run(
     """
     context = parallel_state.get_context_parallel_group()
     device, count = device_of(model), len(microbatches)
-    if len(model.chunks) > 1:
-        # The interleaved schedule takes micro-batches in groups of as many as there are stages.
-        filling = -count % model.config.pipeline_model_parallel_size
-        microbatches = microbatches + [microbatches[0].emptied()] * filling
+    microbatches = filled(model, microbatches)
 
     numbers = itertools.count(1)
 

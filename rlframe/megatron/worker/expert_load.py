@@ -80,7 +80,8 @@ class RoutingBiases:
 
 
 def balance(model: Model, moe: MoeConfig, microbatches: list[Microbatch]) -> None:
-    """Sets the weights of the auxiliary losses for the next optimizer step. Must be called on all ranks.
+    """Sets the weights of the auxiliary losses for the next optimizer step. Must be called on all ranks, with the
+    micro-batches of the schedule: `forward.filled`.
 
     The aim, besides the algorithm's loss, for each MoE layer: coefficient * sum over micro-batches m of (N_m / N)
     loss_m, with N_m the tokens of m, N those of all micro-batches of all data-parallel ranks, and

@@ -294,7 +294,7 @@ class Trainer:
         for index, microbatches in enumerate(steps):
             if self.model.lora:
                 self.model.lora.seed_dropout(seed=self.setup.seed, step=first_step + index)
-            balance(self.model, train.moe, microbatches)
+            balance(self.model, train.moe, forward.filled(self.model, microbatches))
             self.optimizer.biases.note()
             with overlap.gathering(self.model, when=train.communication.overlap_param_gather and index > 0):
                 passes = forward.accumulate_gradients(

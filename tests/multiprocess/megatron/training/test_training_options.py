@@ -131,7 +131,10 @@ def on_rank(rank: int, init_method: str, folder: str, with_biases: str) -> dict[
     found["biases"] = moved_biases(trainer, mine(trainer))
     found["reference"] = kept_reference(trainer, mine(trainer))
     shutdown()
-    trainer = start(rank, f"{init_method}skipping", with_biases, **moving, skip_norm_above=1e-9)
+    whole = MoeConfig(bias_update_rate=RATE, aux_loss_coefficient=AUX, z_loss_coefficient=Z)
+    interleaved = {"parallel": Parallel(pp=2, pipeline_layout="E|t|t|L"), "moe": whole}
+    trainer = start(rank, f"{init_method}skipping", with_biases, **interleaved, skip_norm_above=1e-9)
+    found["filling"] = norms_of_skipped_steps(trainer)
     found["skipping"] = changed_by_no_step(trainer, mine(trainer))
     shutdown()
     summed = CommunicationConfig(reduce_in_float32=False)
@@ -241,6 +244,13 @@ def changed_by_no_step(trainer: Any, own: list[Microbatch]) -> list[str]:
     with pytest.raises(RlframeError, match="the gradient norm must be finite"):
         trainer.train([[replace(each, weights=each.weights / 0) for each in own]], Weighted(), first_step=1)
     return skipped + [name for name, value in before.items() if not torch.equal(value, trainer.model.parameters[name])]
+
+
+def norms_of_skipped_steps(trainer: Any) -> list[float]:
+    """The gradient norm of three micro-batches, which two stages take as four, and of these and an empty one."""
+    three = everything()[:3]
+    steps = [[three], [[*three, three[0].emptied()]]]
+    return [trainer.train(step, Weighted(), first_step=0)[0].metrics["train/grad_norm"].value for step in steps]
 
 
 def bytes_of_gradients(trainer: Any) -> int:
@@ -369,6 +379,14 @@ def test_balancing_losses_weigh_what_they_say_and_counts_are_those_of_transforme
         assert load["moe/load_peak_worst_layer"] == pytest.approx(float(peaks.max()))
         assert load["moe/idle_experts"] == pytest.approx(float(idle.mean()))
         assert load["moe/load_peak_layer_01"] == pytest.approx(float(peaks[1]))
+
+
+def test_balancing_losses_count_the_micro_batches_that_fill_a_schedule(
+    measured: tuple[Any, list[dict[str, Any]]],
+) -> None:
+    for rank in measured[1]:
+        filled, given = rank["filling"]
+        assert filled == given
 
 
 def test_a_routing_bias_rises_where_an_expert_has_too_few_tokens_and_falls_where_it_has_too_many(

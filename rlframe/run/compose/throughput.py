@@ -22,7 +22,8 @@ def throughput(parts: Parts, algorithm: Algorithm, *, critic: Algorithm | None =
         shapes["critic"] = trained(config.critic_model, config.critic_train, critic)
     if parts.requirements.online and config.rollout.replay is None:
         engines = config.rollout.num_engines - config.evaluation.num_engines
-        devices = max(1, engines // config.rollout.engines_per_device) * config.rollout.devices_per_engine
+        # Engines that evaluate may share the last of these devices.
+        devices = -(-engines // config.rollout.engines_per_device) * config.rollout.devices_per_engine
         shapes[ROLLOUT] = replace(shapes["policy"], devices=devices, epochs=1)
     return Throughput(
         shapes=shapes,

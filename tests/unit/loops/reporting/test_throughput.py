@@ -1,10 +1,17 @@
 """Tokens and operations by phase, worked by hand."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
 from rlframe.loops.reporting.metrics import Tokens
 from rlframe.loops.reporting.throughput import Shape, Throughput
+from rlframe.run.check.context import algorithm_of
+from rlframe.run.compose.throughput import throughput
+from rlframe.run.load import load
 from tests.unit.loops.reporting.test_metrics import rollout
 
 TIMES = {"time/train_s": 2.0, "time/reference_s": 1.0, "time/rollout_s": 4.0, "time/step_s": 8.0, "time/data_s": 1.0}
@@ -66,3 +73,14 @@ def test_sampled_tokens_see_the_prompt_and_each_other() -> None:
 def test_nothing_is_said_of_roles_that_a_run_lacks() -> None:
     assert Throughput().of_training(TIMES, np.array([4]), 3) == {}
     assert Throughput().of_sampling(TIMES, np.array([4]), np.array([2])) == {}
+
+
+@pytest.mark.parametrize(("engines", "evaluate", "devices"), [(4, 0, 2), (4, 1, 2), (4, 2, 1)])
+def test_a_device_that_sampling_engines_share_with_one_that_evaluates_counts(
+    engines: int, evaluate: int, devices: int
+) -> None:
+    settings = {"rollout.num_engines": engines, "rollout.engines_per_device": 2, "evaluation.num_engines": evaluate}
+    run = load("grpo_qwen3_moe_async", [f"{key}={value}" for key, value in settings.items()])
+    algorithm: Any = algorithm_of(run)
+    parts: Any = SimpleNamespace(config=run, requirements=algorithm.requirements, device=torch.device("cpu"))
+    assert throughput(parts, algorithm).shapes["rollout"].devices == devices

@@ -29,6 +29,8 @@ class Shape:
     """Returns the floating-point operations of a token's forward pass, given the number of tokens of its sequence, in
     the mean over tokens, which is the sum of the squares of the sequences' tokens over their sum; and the share of
     tokens that the loss counts, whose logits are computed."""
+    training: Callable[[float, float], float] | None = None
+    """Returns the same of a pass of training, if it computes more: the head for multi-token prediction."""
     epochs: int = 1
     """Number of times that a batch is trained on."""
 
@@ -69,7 +71,8 @@ class Throughput:
                 # A token that follows spared ones sees them, too.
                 mean = (_squares(lengths) - _squares(others)) / own
                 epochs = shape.epochs if passes == TRAINING else 1
-                operations = epochs * own * passes * shape.operations(mean, predicted / own)
+                of_token = (passes == TRAINING and shape.training) or shape.operations
+                operations = epochs * own * passes * of_token(mean, predicted / own)
                 found |= self._rates(phase, shape, epochs * int(lengths.sum()), seconds, operations)
         return found
 

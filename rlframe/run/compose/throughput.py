@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from rlframe.algorithms.base import Algorithm
 from rlframe.loops.reporting.throughput import ROLLOUT, Shape, Throughput
+from rlframe.megatron.config.mtp import MtpConfig
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
 from rlframe.models.config import ModelConfig
@@ -34,18 +35,27 @@ def throughput(parts: Parts, algorithm: Algorithm, *, critic: Algorithm | None =
 
 def trained(model: ModelConfig, train: TrainConfig, algorithm: Algorithm) -> Shape:
     """Returns the shape of a model in training."""
+    # A critic has no head for multi-token prediction, whatever the settings that it has from the policy.
+    with_mtp = train.mtp.trains and algorithm.model_outputs is None
     return Shape(
         devices=Parallel.parse(train.parallel).world,
         operations=forward_operations(model, algorithm.model_outputs),
+        training=forward_operations(model, algorithm.model_outputs, train.mtp) if with_mtp else None,
         epochs=train.epochs_per_batch,
     )
 
 
-def forward_operations(model: ModelConfig, num_outputs: int | None) -> Callable[[float, float], float]:
-    """Returns a function of a token's operations in a forward pass; see `Shape.operations`."""
+def forward_operations(
+    model: ModelConfig, num_outputs: int | None, mtp: MtpConfig | None = None
+) -> Callable[[float, float], float]:
+    """Returns a function of a token's operations in a forward pass; see `Shape.operations`.
+
+    Args:
+        mtp: the head for multi-token prediction, if the pass trains it.
+    """
     folder = resolve(model)
     architecture = load_family(folder).architecture(read_config(folder)).with_outputs(num_outputs)
-    return lambda length, share: training_operations(architecture, mean_length=length, predicted=share) / 3
+    return lambda length, share: training_operations(architecture, mean_length=length, mtp=mtp, predicted=share) / 3
 
 
 def peak(parts: Parts) -> float | None:

@@ -1,17 +1,26 @@
 """Tokens and operations by phase, worked by hand."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
+from rlframe.algorithms.critic import Critic
+from rlframe.algorithms.grpo import Grpo, GrpoConfig
 from rlframe.loops.reporting.metrics import Tokens
 from rlframe.loops.reporting.throughput import Shape, Throughput
+from rlframe.megatron.config.mtp import MtpConfig, MtpMode
+from rlframe.megatron.config.train import TrainConfig
+from rlframe.models.config import ModelConfig
+from rlframe.ops.aggregation import Aggregation
 from rlframe.run.check.context import algorithm_of
-from rlframe.run.compose.throughput import throughput
+from rlframe.run.compose.throughput import throughput, trained
 from rlframe.run.load import load
+from tests.tiny_models import COMMON, MODELS
 from tests.unit.loops.reporting.test_metrics import rollout
 
 TIMES = {"time/train_s": 2.0, "time/reference_s": 1.0, "time/rollout_s": 4.0, "time/step_s": 8.0, "time/data_s": 1.0}
@@ -84,3 +93,26 @@ def test_a_device_that_sampling_engines_share_with_one_that_evaluates_counts(
     algorithm: Any = algorithm_of(run)
     parts: Any = SimpleNamespace(config=run, requirements=algorithm.requirements, device=torch.device("cpu"))
     assert throughput(parts, algorithm).shapes["rollout"].devices == devices
+
+
+def test_training_counts_the_head_for_multi_token_prediction(tmp_path: Path) -> None:
+    kind, own = MODELS["glm4_moe"]
+    getattr(transformers, kind)(**COMMON | own, num_nextn_predict_layers=1).save_pretrained(tmp_path)
+    model, grpo = ModelConfig(path=str(tmp_path)), Grpo(GrpoConfig())
+    train = TrainConfig(mtp=MtpConfig(mode=MtpMode.TRAIN, detach=False))
+    shape = trained(model, train, grpo)
+    critic = Critic(aggregation=Aggregation.TOKEN_MEAN, constant_length=None, clip=None)
+    assert trained(model, TrainConfig(), grpo).training is trained(model, train, critic).training is None
+    assert shape.training is not None
+    # Of 64 numbers: attention of 4 heads of 32 and 2 of keys, which sees 5 tokens; three matrices of 48 in the 2 of 8
+    # experts and in the 2 shared ones, and the router; states joined with embeddings. Both heads have 67 logits of
+    # each token, and without the loss a quarter of them is computed.
+    layer = 2 * (2 * 64 * 128 + 2 * 64 * 64) + 4 * 5 * 128 + 2 * 3 * 64 * 48 * 4 + 2 * 64 * 8
+    logits = 2 * 64 * 67
+    added = shape.training(10.0, 0.25) - shape.operations(10.0, 0.25)
+    assert added == pytest.approx(layer + 2 * logits - logits / 4 + 4 * 64**2)
+    throughput = Throughput(shapes={"policy": shape}, peak=1e6)
+    found = throughput.of_training({"time/train_s": 1.0, "time/reference_s": 1.0}, np.array([10]), 5)
+    forward, both = shape.operations(10.0, 0.5), shape.training(10.0, 0.5)
+    assert found["throughput/train_mfu_fraction"] == pytest.approx(10 * 3 * both / 1e6)
+    assert found["throughput/reference_mfu_fraction"] == pytest.approx(10 * forward / 1e6)

@@ -99,6 +99,8 @@ class Decoder(Family):
             faults.append("a sliding window is in use, which is not supported: set use_sliding_window to false")
         refused = ("mlp_bias",) if self.attention_bias else ("attention_bias", "mlp_bias")
         faults += [f"{key} is true, which is not supported" for key in refused if hf.get(key)]
+        if not hf.get("is_causal", True):
+            faults.append("is_causal is false: the model is an encoder")
         if hf.get("hidden_act", "silu") != "silu":
             faults.append(f"hidden_act must be silu, got {hf['hidden_act']!r}")
         return faults + stated.faults(hf)

@@ -62,6 +62,7 @@ FIELDS: dict[str, Rule] = {
     "attention_bias": FLAG,
     "mlp_bias": FLAG,
     "hidden_act": TEXT,
+    "is_causal": FLAG,
     "quantization_config": SECTION,
     "use_sliding_window": FLAG,
     "sliding_window": whole(0, 2**28),

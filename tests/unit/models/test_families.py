@@ -160,6 +160,7 @@ def test_llama3_rope_is_read_from_both_forms(rope: dict[str, Any]) -> None:
         ({"layer_types": ["sliding_attention"]}, "sliding window"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
+        ({"is_causal": False}, "is_causal is false: the model is an encoder"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
             "rope_type must be default or .* yarn, got .dynamic.",

@@ -8,6 +8,7 @@ from typing import Any
 
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN = ("factor", "original_max_position_embeddings")
+ORIGINAL = "original_max_position_embeddings"
 TWO = (
     "rope_scaling must say what rope_parameters says, which transformers ignores beside it: put its values into "
     "rope_parameters, and remove it"
@@ -67,6 +68,12 @@ def read(
     elif kind == "yarn":
         faults += _yarn_faults(rope)
         scaling = _yarn(rope)
+    within = (scaling or {}).get(ORIGINAL)
+    if within and hf.get(ORIGINAL, within) != within:
+        # transformers takes the one outside the section.
+        faults.append(
+            f"{ORIGINAL} must be what rope_parameters or rope_scaling says, {within}, got {hf[ORIGINAL]!r:.60}"
+        )
     return Rope(theta=theta, percent=percent, scaling=scaling, faults=faults)
 
 

@@ -120,6 +120,7 @@ def test_a_query_sees_its_window_or_its_chunk() -> None:
         ("mistral", {"layer_types": ["sliding_attention"] * 8}, "layer_types is set"),
         ("ministral3", {}, "rope_parameters.llama_4_scaling_beta is missing"),
         ("qwen3", {"rope_scaling": YARN | {"attention_factor": 2.0}}, "derives 1.20794 from factor"),
+        ("qwen3", {"rope_scaling": YARN, "original_max_position_embeddings": 256}, "says, 512, got 256"),
         ("qwen3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type must be .* got 'dynamic'"),
         ("qwen3", {"rope_scaling": {"type": "linear"}}, "rope_type linear needs factor"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is set"),

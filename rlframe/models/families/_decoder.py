@@ -205,6 +205,10 @@ def _contradictions(a: Architecture) -> list[str]:
             f"num_experts_per_tok must be from 1 to the {a.num_experts} experts, got {a.experts_per_token}",
         ),
         (
+            a.experts_per_token != 1 or a.sigmoid_router or not a.norm_topk_prob,
+            "num_experts_per_tok must be at least 2: Megatron-Core 0.16.1 has no softmax over one score",
+        ),
+        (
             a.router_groups_per_token <= a.router_groups,
             f"topk_group must be at most n_group {a.router_groups}, got {a.router_groups_per_token}",
         ),

@@ -372,6 +372,7 @@ def test_an_expert_of_gpt_oss_is_its_slice_transposed() -> None:
     ("family", "hf", "extra", "message"),
     [
         (MIXTRAL, MOE, {"num_local_experts": 4, "sliding_window": 4096}, "sliding_window must be null, got 4096"),
+        (MIXTRAL, STACKED, {"num_experts_per_tok": 1, "sliding_window": None}, "must be at least 2: .* softmax"),
         (GLM4_MOE, ROUTED, {"norm_topk_prob": False}, "norm_topk_prob must be true"),
         (GLM4_MOE, ROUTED, {"num_experts_per_tok": 1}, "norm_topk_prob must be false with one expert per token"),
         (GLM4_MOE, ROUTED, {"n_group": 3, "topk_group": 2}, "n_group 3 must divide n_routed_experts 8"),

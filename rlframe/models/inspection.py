@@ -26,6 +26,8 @@ LEAST_SAMPLED_BYTES = 4096
 DTYPES = ("F32", "F16", "BF16")
 """Number formats that weights may have that are not quantised."""
 MOST_LISTED = 5
+TIED = ("model.embed_tokens.weight", "lm_head.weight")
+"""The embedding and the output layer, which are one tensor in a tied model."""
 HARMLESS_ENDINGS = ("rotary_emb.inv_freq",)
 """Ends of the names of tensors that follow from config.json and that old checkpoints contain."""
 
@@ -49,13 +51,16 @@ def model_faults(folder: Path, *, num_outputs: int | None, with_mtp: bool = Fals
     ignored = {f"model.layers.{layer}." for layer in layers} | ({"lm_head.weight"} if untied else set())
     if architecture.mtp_layers:
         ignored.add("mtp.")
-    return faults(
+    found = faults(
         folder,
         family.tensors(architecture.with_outputs(num_outputs).keeping_mtp(with_mtp)),
         optional={HEAD},
         ignored=ignored,
         quantization=stated.quantization(hf),
     )
+    if not found and architecture.tie_embeddings and num_outputs is None:
+        found += _of_second_head(folder)
+    return found
 
 
 def has_mtp(folder: Path) -> bool:
@@ -197,6 +202,25 @@ def _faults_of_file(
         *_listed(f"{path}: {{}} tensors are in another number format: {{}}", found["dtype"]),
         *_listed(f"{path}: {{}} tensors hold NaN or infinity: {{}}; the file is garbled", found["value"]),
     ]  # fmt: skip
+
+
+def _of_second_head(folder: Path) -> list[str]:
+    """Returns a fault if the weights of a tied model have an output layer that is not its embedding."""
+    places = tensor_files(folder)
+    if not places.keys() >= {*TIED}:
+        return []
+    most = max(LEAST_SAMPLED_BYTES, SAMPLED_BYTES // len(places))
+    with safe_open(places[TIED[0]], framework="pt") as first, safe_open(places[TIED[1]], framework="pt") as second:
+        pieces = first.get_slice(TIED[0]), second.get_slice(TIED[1])
+        embedding, head = (tuple(piece.get_shape()) for piece in pieces)
+        if embedding == head:
+            samples = zip(*(_samples(piece, head, most // 4) for piece in pieces), strict=True)
+            if all(torch.equal(one.float(), other.float()) for one, other in samples):
+                return []
+    return [
+        f"{places[TIED[1]]}: {TIED[1]} is not {TIED[0]}, which by the tie_word_embeddings of config.json is the output "
+        "layer: set it to false if both were trained, or remove the tensor"
+    ]
 
 
 def _samples(piece: Any, shape: tuple[int, ...], most: int) -> Iterator[torch.Tensor]:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlframe.models.inspection import faults
+from rlframe.models.families.qwen3_moe import FAMILY as QWEN3_MOE
+from rlframe.models.inspection import faults, model_faults
+from tests.unit.models.parameters import SMALL_MOE
 
 SHAPES = {"a": (4, 3), "b": (3,), "norm": (5000, 1000)}
 
@@ -81,3 +83,15 @@ def test_an_index_must_be_of_the_files(tmp_path: Path, weight_map: object, sente
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (fault,) = faults(tmp_path, SHAPES, optional=frozenset(), ignored=frozenset())
     assert sentence in fault
+
+
+def test_a_second_output_layer_of_a_tied_model_must_be_its_embedding(tmp_path: Path) -> None:
+    config = SMALL_MOE | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {name: torch.ones(shape) for name, shape in QWEN3_MOE.tensors(QWEN3_MOE.architecture(config)).items()}
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, sound in ((embedding.clone(), True), (embedding + 1e-3, False), (embedding[:-1].clone(), False)):
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+        found = model_faults(tmp_path, num_outputs=None)
+        assert found == [] if sound else "lm_head.weight is not model.embed_tokens.weight" in found[0]
+        assert model_faults(tmp_path, num_outputs=1) == []

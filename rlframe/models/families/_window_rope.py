@@ -24,6 +24,7 @@ class WindowRopeDecoder(Decoder):
         everywhere, in_windows = by_kind(hf)
         found = super().architecture(everywhere)
         faults_to_error(hf, _fields.faults(in_windows, required=()))
+        faults_to_error(hf, _unread(hf, found))
         rope = _rope.read(in_windows, default_theta=self.window_theta, kinds=("default",), partial=False)
         faults_to_error(hf, [f"of sliding_attention, {fault}" for fault in rope.faults])
         if not any(found.window_layers) or (rope.theta == found.rope_theta and found.rope_scaling is None):
@@ -64,3 +65,14 @@ def by_kind(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return everywhere, in_windows
     in_windows = {**hf, "rope_scaling": None, "rope_theta": hf.get("rope_local_base_freq")}
     return {**hf}, in_windows
+
+
+def _unread(hf: Mapping[str, Any], found: Architecture) -> list[str]:
+    """Returns what config.json says of scaled positions in a form in which transformers does not read it for these
+    families."""
+    faults = []
+    if not hf.get("rope_parameters") and found.rope_scaling and not hf["rope_scaling"].get("rope_type"):
+        faults.append("rope_scaling.rope_type is missing, in the place of which transformers does not read type")
+    if found.rope_scaling and not found.rope_scaling.get("truncate", True):
+        faults.append("rope truncate must be true: transformers does not read it in the sections of rope_parameters")
+    return faults

@@ -127,6 +127,8 @@ def test_a_query_sees_its_window_or_its_chunk() -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
         ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation must be gelu_pytorch_tanh"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters must have the sections"),
+        ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8}}, "rope_scaling.rope_type is missing"),
+        ("olmo3", {"rope_scaling": YARN | {"truncate": False}}, "rope truncate must be true"),
         ("olmo3", {"rope_parameters": {"sliding_attention": YARN}}, "of sliding_attention, rope_type must be default"),
         ("llama4_text", LLAMA | {"num_experts_per_tok": 2}, "num_experts_per_tok must be 1"),
         ("llama4_text", {}, "intermediate_size_mlp is missing"),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rlframe.data.config import DataConfig
 from rlframe.data.text.chat import exported
@@ -30,7 +31,7 @@ from rlframe.megatron.cpu import platform
 from rlframe.models import gguf, inspection, transformers_config
 from rlframe.models.chat_template import Exported
 from rlframe.models.checkpoint import CheckpointReader, copy_sidecars, write_checkpoint
-from rlframe.models.config import ModelConfig
+from rlframe.models.config import HEAD, ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config, resolve
 from rlframe.models.quantized import stated
@@ -110,7 +111,7 @@ def _to_or_from_megatron(options: argparse.Namespace, out: Path) -> None:
     family = load_family(folder)
     architecture = family.architecture(read_config(folder))
     dtype = getattr(torch, options.dtype)
-    template = None
+    template = outputs = None
     if options.direction == TO_MEGATRON:
         if faults := inspection.model_faults(folder, num_outputs=None):
             raise CheckpointError("\n".join(faults))
@@ -118,9 +119,14 @@ def _to_or_from_megatron(options: argparse.Namespace, out: Path) -> None:
     else:
         _verify_files(Path(options.checkpoint))
         keeps_mtp = _holds_mtp(Path(options.checkpoint))
+        outputs = _outputs(Path(options.checkpoint))
+        if outputs and options.verify:
+            raise CheckpointError(
+                f"--verify compares logprobs, and {options.checkpoint} has a head of {outputs} outputs"
+            )
         template = _chat_template(options, folder)
     with whole_folder(out) as partial, megatron.one_rank():
-        bones = megatron.skeleton(family, architecture.keeping_mtp(keeps_mtp), options.dtype)
+        bones = megatron.skeleton(family, architecture.keeping_mtp(keeps_mtp).with_outputs(outputs), options.dtype)
         if options.direction == TO_MEGATRON:
             megatron.to_megatron(CheckpointReader(folder), bones, partial)
             hugging_face, distributed = folder, partial
@@ -129,7 +135,7 @@ def _to_or_from_megatron(options: argparse.Namespace, out: Path) -> None:
             tensors = megatron.from_megatron(distributed, bones, dtype)
             with writing(partial):
                 write_checkpoint(partial, tensors, max_shard_bytes=int(options.shard_gb * GIGABYTE))
-                copy_sidecars(folder, partial, dtype=dtype)
+                copy_sidecars(folder, partial, dtype=dtype, num_outputs=outputs)
                 if template is not None:
                     template.write(partial)
             hugging_face = partial
@@ -159,6 +165,13 @@ def _holds_mtp(folder: Path) -> bool:
             "ends, and with checkpoint.export_every_steps along the way; resume it for that"
         )
     return any(map(in_head, names))
+
+
+def _outputs(folder: Path) -> int | None:
+    """Returns the number of outputs of the head in a distributed checkpoint of a critic, a reward model or another
+    model that gives values. None if it has no such head."""
+    head = read_metadata(folder).state_dict_metadata.get(HEAD)
+    return head.size[0] if isinstance(head, TensorStorageMetadata) else None
 
 
 def _chat_template(options: argparse.Namespace, folder: Path) -> Exported | None:

@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rlframe.models.chat_template import text_of
+from rlframe.models.config import HEAD
 from rlframe.models.hub import EMBEDDED, load_family, read_config
 from rlframe.tools.convert import LIMIT_NATS, VERIFIED_TOKENS
 from rlframe.utils.errors import CheckpointError
@@ -45,6 +46,7 @@ def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]
     model, there, back = (str(folder / f"glm4_moe{part}") for part in ("", "-bfloat16", "-bfloat16-back"))
     main(["to-megatron", "--model", model, "--out", there])
     main(["to-huggingface", "--checkpoint", there, "--model", model, "--out", back])
+    convert_scored(folder / "scored", folder / "scored-back")
     training = shutil.copytree(folder / "qwen3-there", folder / "run" / "checkpoints" / "step-00000001" / "training")
     (folder / "run" / "config.yaml").write_text("data: {chat_template: plain}")
     (folder / "asked.jinja").write_text(ASKED)
@@ -63,6 +65,24 @@ def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]
           "--shard-gb", "0.03"])  # fmt: skip
     growth["back"] = resident_peak() - start
     return growth
+
+
+def convert_scored(folder: pathlib.Path, back: pathlib.Path) -> None:
+    """A model with a head of two outputs into a distributed checkpoint, as a critic's is, and back."""
+    from rlframe.megatron.worker.convert import one_rank, skeleton, to_megatron  # noqa: PLC0415 - see on_rank
+    from rlframe.models.checkpoint import CheckpointReader  # noqa: PLC0415
+    from rlframe.tools.convert import Dtype, main  # noqa: PLC0415
+
+    family, there = load_family(folder), folder.with_name("scored-there")
+    there.mkdir()
+    with one_rank():
+        bones = skeleton(family, family.architecture(read_config(folder)).with_outputs(2), Dtype.FLOAT32)
+        to_megatron(CheckpointReader(folder), bones, there)
+    asked = ["to-huggingface", "--checkpoint", str(there), "--model", str(folder), "--dtype", "float32", "--out"]
+    main([*asked, str(back)])
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
+        main([*asked, str(folder / "verified"), "--verify"])
+    assert "has a head of 2 outputs" in said.getvalue()
 
 
 def convert_one(rank: int, init_method: str, model: str, out: str) -> None:
@@ -86,6 +106,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             make_with_mtp("glm4_moe", (folder / name).parent)
         else:
             make(name, folder / name)
+    make("qwen3_tied", folder / "scored")
+    file = folder / "scored" / "model.safetensors"
+    save_file(load_file(file) | {HEAD: torch.randn(2, 64)}, file, metadata={"format": "pt"})
     large = transformers.Qwen3Config(**LARGE, head_dim=64, num_attention_heads=8, num_key_value_heads=4)
     transformers.AutoModelForCausalLM.from_config(large, dtype=torch.float32).save_pretrained(folder / "large")
     return folder
@@ -116,6 +139,13 @@ def test_there_and_back_is_the_same_model(name: str, folder: pathlib.Path, growt
     with torch.no_grad():
         assert torch.equal(ours(token_ids).logits, theirs(token_ids).logits)
     assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+
+
+def test_the_head_of_a_model_that_gives_values_is_exported(folder: pathlib.Path, growth: dict[str, Any]) -> None:
+    disk, back = (load_file(folder / name / "model.safetensors") for name in ("scored", "scored-back"))
+    assert disk.keys() == back.keys() and all(torch.equal(disk[name], value) for name, value in back.items())
+    config = read_config(folder / "scored-back")
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"] and len(config["id2label"]) == 2
 
 
 def test_the_exported_model_has_the_chat_template_of_its_run_or_the_one_asked_for(

@@ -27,6 +27,12 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 HALVES = ("lora_A", "lora_B")
+OF_ADAPTER_ALONE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+"""Values of init_lora_weights that leave the base as it is. PEFT 0.21 takes the first B A of the others out of it
+whenever it loads such an adapter, which is why PEFT can convert one when it saves it."""
+VARIANTS = ("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config",
+            "use_bdlora", "use_qalora")  # fmt: skip
+"""Settings with which PEFT computes something else than W + s B A."""
 
 
 def key(tensor: str, half: str | None = None) -> str:
@@ -145,6 +151,9 @@ def faults(
     ]
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         found.append("has rank_pattern or alpha_pattern, which are not supported: one rank and alpha for all")
+    if (start := config.get("init_lora_weights")) not in OF_ADAPTER_ALONE:
+        found.append(f"has init_lora_weights = {start!r:.60}, which changes the base too: have PEFT convert it")
+    found += [f"has {name}, which is not supported" for name in VARIANTS if config.get(name)]
     with _opened(folder) as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
     for verb, odd in (("lacks", expected.keys() - shapes.keys()), ("also has", shapes.keys() - expected.keys())):

@@ -90,6 +90,19 @@ def test_an_adapter_of_other_settings_says_what_differs(tmp_path: pathlib.Path) 
     ]
 
 
+def test_an_adapter_that_is_more_than_a_product_beside_the_weights_says_so(tmp_path: pathlib.Path) -> None:
+    file = write(tmp_path) / "adapter_config.json"
+    own = json.loads(file.read_text())
+    for start in ("gaussian", True, None):
+        file.write_text(json.dumps(own | {"init_lora_weights": start}))
+        assert adapters.faults(tmp_path, SHAPES, **SETTINGS) == []
+    file.write_text(json.dumps(own | {"init_lora_weights": "pissa_niter_4", "alora_invocation_tokens": [1, 2]}))
+    assert adapters.faults(tmp_path, SHAPES, **SETTINGS) == [
+        "has init_lora_weights = 'pissa_niter_4', which changes the base too: have PEFT convert it",
+        "has alora_invocation_tokens, which is not supported",
+    ]
+
+
 def test_folders_that_are_no_adapters_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match="not an adapter in PEFT format"):
         adapters.faults(tmp_path, SHAPES, **SETTINGS)

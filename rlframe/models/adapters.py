@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from rlframe.models.checkpoint import save
 from rlframe.models.config import HEAD
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files.whole import whole_file, write_whole
@@ -100,7 +100,7 @@ def write(
         "modules_to_save": saved or None,
     }
     with whole_file(folder / WEIGHTS) as aside:
-        save_file(held, aside, metadata={"format": "pt"})
+        save(held, aside)
     write_whole(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 

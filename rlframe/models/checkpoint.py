@@ -119,6 +119,15 @@ def write_checkpoint(
     _publish(folder, shards)
 
 
+def save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes one safetensors file, which whoever may read other new files may read. safetensors 0.8 itself leaves it to
+    the user who wrote it, whatever umask says."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
 def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype, num_outputs: int | None = None) -> None:
     """Copies config and tokenizer files of the model in `source`; the config's dtype becomes `dtype`, and its weights
     are no longer quantised. Creates a generation config if there is none.
@@ -216,7 +225,7 @@ def _temporary(folder: Path, shard: int) -> Path:
 
 def _write_shard(folder: Path, shard: int, tensors: dict[str, Tensor]) -> dict[str, int]:
     """Writes a shard and returns the bytes of each tensor, by name."""
-    save_file(tensors, _temporary(folder, shard), metadata={"format": "pt"})
+    save(tensors, _temporary(folder, shard))
     return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 

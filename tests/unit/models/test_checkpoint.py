@@ -32,6 +32,8 @@ def test_a_small_checkpoint_is_one_file(tmp_path: Path) -> None:
     assert_holds(tmp_path, TENSORS)
     with safe_open(tmp_path / SINGLE, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+    (tmp_path / "other").touch()
+    assert (tmp_path / SINGLE).stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_shards_keep_to_the_limit_and_have_an_index(tmp_path: Path) -> None:

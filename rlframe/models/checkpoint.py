@@ -142,8 +142,9 @@ def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype, num_outputs
     if (source / MORE).is_dir():
         shutil.copytree(source / MORE, folder / MORE, dirs_exist_ok=True)
     hf = stated.without(json.loads((source / "config.json").read_text()))
-    # transformers 5 writes dtype; older versions wrote, and only read, torch_dtype.
-    hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = str(dtype).removeprefix("torch.")
+    # transformers 5 writes dtype, and reads it first; older versions wrote, and only read, torch_dtype.
+    for key in {"dtype", "torch_dtype"} & hf.keys() or {"dtype"}:
+        hf[key] = str(dtype).removeprefix("torch.")
     if num_outputs is not None:
         hf |= _class_of(source, hf, num_outputs)
     _write_json(folder / "config.json", hf)

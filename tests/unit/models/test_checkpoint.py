@@ -145,6 +145,18 @@ def test_a_generation_config_that_is_there_is_kept(tmp_path: Path) -> None:
     assert kept == '{"eos_token_id": 4, "top_p": 0.9}'
 
 
+@pytest.mark.parametrize("keys", [(), ("dtype",), ("torch_dtype",), ("dtype", "torch_dtype")])
+def test_an_export_states_its_number_format_wherever_the_source_states_one(
+    keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"model_type": "qwen3"} | dict.fromkeys(keys, "float32")))
+    copy_sidecars(source, tmp_path / "export", dtype=torch.bfloat16)
+    written = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert written == {"model_type": "qwen3"} | dict.fromkeys(keys or ("dtype",), "bfloat16")
+
+
 def test_an_export_has_all_chat_templates_of_the_source(tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "export"
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "qwen3_moe_tiny")

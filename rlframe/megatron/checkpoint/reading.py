@@ -46,16 +46,26 @@ class Reader(dcp.FileSystemReader):
         return self.metadata
 
 
-def load(state: dict[str, Any], reader: Reader, *, whole: bool) -> dict[str, Any]:
+def load(
+    state: dict[str, Any], reader: Reader, *, whole: bool, exhausted: tuple[str, ...] | None = None
+) -> dict[str, Any]:
     """Returns `state` with the checkpoint's values, each read into its own tensor. All ranks must call it.
 
     Args:
         whole: whether all ranks together request whole tensors, which is checked.
+        exhausted: beginnings of names of which the ranks together request all. None does not check it; it needs
+            `whole`.
+
+    Raises:
+        CheckpointError: some that `exhausted` means are left.
     """
     wanted, not_stored, factories = load_preprocess(state)
     pieces, _ = extract_sharded_base(wanted)
     if whole:
-        validate_sharding_integrity(determine_global_metadata(pieces)[1])
+        of_ranks = determine_global_metadata(pieces)[1]
+        validate_sharding_integrity(of_ranks)
+        if exhausted is not None:
+            require_all({piece.key for rank in of_ranks for piece in rank}, reader, exhausted)
     # The planner holds what is read into; torch needs nothing beside it.
     planner = LoadPieces(nested_values(pieces))
     dcp.load({}, storage_reader=reader, planner=planner)
@@ -65,6 +75,16 @@ def load(state: dict[str, Any], reader: Reader, *, whole: bool) -> dict[str, Any
 
     loaded = merge(not_stored, dict_list_map_outplace(value_of, pieces))
     return apply_factory_merges(loaded, factories)
+
+
+def require_all(requested: set[str], reader: Reader, beginnings: tuple[str, ...]) -> None:
+    """Raises CheckpointError if the checkpoint has weights of these beginnings that nobody requests: of another model,
+    such as one with more layers or with biases."""
+    stored = {name for name in reader.names if name.startswith(beginnings) and "_extra_state" not in name}
+    if left := sorted(stored - requested):
+        raise CheckpointError(
+            f"{reader.path} does not hold this model: it has {len(left)} weights more than the model, such as {left[0]}"
+        )
 
 
 def require_backend(folder: Path) -> None:

@@ -64,6 +64,10 @@ STATE_BYTES = 12
 """Bytes of a parameter's main weight and moments, at most."""
 REFERENCE_BYTES = 4
 """Bytes of a parameter of a reference that follows the policy."""
+BODY = ("embedding.", "decoder.")
+WEIGHTS = (*BODY, "output_layer.")
+"""Beginnings of the names of weights in a checkpoint: of all but the output layer, and of all. Those of a head for
+multi-token prediction, which a model may leave out, and of a head of values begin otherwise."""
 ROOM_BYTES = 1 << 16
 """Bound in bytes of Megatron's small files."""
 
@@ -180,7 +184,8 @@ def load_weights(model: Model, folder: Path) -> None:
     if model.lora:
         for name, chunk in chunks_by_key(model).items():
             weights[name] = lora_state.without_adapters(model.lora, chunk.module, weights[name])
-    put(model, read(weights, folder, needs_head=False))
+    exhausted = WEIGHTS if model.architecture.num_outputs is None else BODY
+    put(model, read(weights, folder, needs_head=False, exhausted=exhausted))
 
 
 def weights_by_chunk(model: Model) -> dict[str, Any]:
@@ -252,12 +257,20 @@ def sharded_weights(module: Any) -> dict[str, Any]:
     return {name: value for name, value in weights.items() if not isinstance(value, NoEntry)}
 
 
-def read(state: dict[str, Any], folder: Path, *, whole: bool = True, needs_head: bool = True) -> dict[str, Any]:
+def read(
+    state: dict[str, Any],
+    folder: Path,
+    *,
+    whole: bool = True,
+    needs_head: bool = True,
+    exhausted: tuple[str, ...] | None = None,
+) -> dict[str, Any]:
     """Returns `state` with the values of the checkpoint in `folder`, read into its own tensors.
 
     Args:
         whole: whether all ranks together request whole tensors, which is checked.
         needs_head: whether a head that is not over the vocabulary must be present too.
+        exhausted: see `reading.load`.
     """
     try:
         reader = reading.Reader(folder)
@@ -266,7 +279,7 @@ def read(state: dict[str, Any], folder: Path, *, whole: bool = True, needs_head:
                 own_extras_where_none_are_stored(weights, reader.names)
                 if not needs_head and HEAD not in reader.names:
                     own_head(weights)
-        return reading.load(state, reader, whole=whole)
+        return reading.load(state, reader, whole=whole, exhausted=exhausted)
     except (CheckpointingException, KeyError) as error:
         raise CheckpointError(f"{folder} does not hold this model: {error}") from error
     except CheckpointException as error:

@@ -21,7 +21,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
-from rlframe.megatron.checkpoint import files
+from rlframe.megatron.checkpoint import files, reading
 from rlframe.megatron.checkpoint import state as checkpoint
 from rlframe.megatron.checkpoint.pieces import pieces_by_parameter
 from rlframe.megatron.config.parallel import Parallel
@@ -103,6 +103,8 @@ def from_megatron(folder: Path, bones: Skeleton, dtype: torch.dtype) -> Iterator
         model_name: pieces_by_parameter(bones.weights)[parameter]
         for model_name, parameter in _weights_by_name(bones).items()
     }
+    requested = {piece.key for of_parameter in pieces.values() for piece in of_parameter}
+    reading.require_all(requested, reading.Reader(folder), checkpoint.WEIGHTS)
     for names in chunks(bones.layout.tensors, dtype):
         needed = {box.parameter for name in names for box in bones.layout.boxes[name]}
         real = {

@@ -46,6 +46,7 @@ def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]
     model, there, back = (str(folder / f"glm4_moe{part}") for part in ("", "-bfloat16", "-bfloat16-back"))
     main(["to-megatron", "--model", model, "--out", there])
     main(["to-huggingface", "--checkpoint", there, "--model", model, "--out", back])
+    main(["to-megatron", "--model", str(folder / "long"), "--out", str(folder / "long-there")])
     convert_scored(folder / "scored", folder / "scored-back")
     training = shutil.copytree(folder / "qwen3-there", folder / "run" / "checkpoints" / "step-00000001" / "training")
     (folder / "run" / "config.yaml").write_text("data: {chat_template: plain}")
@@ -106,6 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             make_with_mtp("glm4_moe", (folder / name).parent)
         else:
             make(name, folder / name)
+    make("mixtral", folder / "long", num_hidden_layers=3)
     make("qwen3_tied", folder / "scored")
     file = folder / "scored" / "model.safetensors"
     save_file(load_file(file) | {HEAD: torch.randn(2, 64)}, file, metadata={"format": "pt"})
@@ -186,6 +188,12 @@ def test_verification_passes_a_checkpoint_of_more_precision_than_the_model(
     assert float(done.stderr.rpartition("at most ")[2].split()[0]) < 1e-4
 
 
+def config_of(model: pathlib.Path, folder: pathlib.Path, **changes: Any) -> None:
+    """A config.json that is not that of the model."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(read_config(model) | changes))
+
+
 def refusals(folder: pathlib.Path) -> tuple[str, str]:
     """What is said of a checkpoint of another model and of one of adapters, and of one with the same tensors but other
     values."""
@@ -195,6 +203,9 @@ def refusals(folder: pathlib.Path) -> tuple[str, str]:
     said = io.StringIO()
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
         main(["to-huggingface", "--checkpoint", str(folder / "qwen3-there"), "--model", str(folder / "qwen3_moe"),
+              "--out", str(folder / "refused")])  # fmt: skip
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
+        main(["to-huggingface", "--checkpoint", str(folder / "qwen3-there"), "--model", str(folder / "tied"),
               "--out", str(folder / "refused")])  # fmt: skip
     for name in ("adapters", "above/training"):
         dcp.save({"lora.base_model.x.lora_A.weight": torch.zeros(1)}, checkpoint_id=folder / name, no_dist=True)
@@ -217,6 +228,7 @@ def refusals(folder: pathlib.Path) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def refused(folder: pathlib.Path, growth: dict[str, Any]) -> tuple[str, str]:
     """See refusals. In a process that may have children, which run_distributed's may not."""
+    config_of(folder / "qwen3", folder / "tied", tie_word_embeddings=True)
     swapped = shutil.copytree(folder / "qwen3", folder / "swapped")
     tensors = load_file(swapped / "model.safetensors")
     # The mistake that conversion is prone to: heads in another order.
@@ -229,6 +241,7 @@ def refused(folder: pathlib.Path, growth: dict[str, Any]) -> tuple[str, str]:
 
 def test_a_checkpoint_of_another_model_is_refused(folder: pathlib.Path, refused: tuple[str, str]) -> None:
     assert "does not hold this model" in refused[0]
+    assert "it has 1 weights more than the model, such as output_layer.weight" in refused[0]
     assert f"{folder / 'adapters'} holds adapters (train.lora) without the model that they belong to" in refused[0]
     assert f"got {folder / 'above'} without .metadata; write --checkpoint {folder / 'above/training'}" in refused[0]
     assert f"got {folder / 'gone'}, which is no folder" in refused[0]
@@ -257,15 +270,22 @@ def load_for_training(rank: int, init_method: str, folder: pathlib.Path) -> dict
 
     platform.install(torch.device("cpu"))
     from rlframe.megatron.config.train import TrainConfig  # noqa: PLC0415
+    from rlframe.megatron.worker import parallel  # noqa: PLC0415
     from rlframe.megatron.worker.trainer import Trainer, TrainerSetup  # noqa: PLC0415
     from rlframe.models.config import ModelConfig  # noqa: PLC0415
 
-    trainer = Trainer(TrainerSetup(
-        rank=rank, init_method=init_method, device=torch.device("cpu"),
-        model=ModelConfig(path=str(folder / "qwen3_moe"), random_init=True),
-        train=TrainConfig(parallel="d1t2|ffn:d1t1e2", dtype="float32"), seed=0, temperature=1.0,
-        total_optimizer_steps=1, timeout_s=60, with_reference=True,
-    ))  # fmt: skip
+    def setup(model: str, layout: str) -> TrainerSetup:
+        return TrainerSetup(
+            rank=rank, init_method=f"{init_method}-{model}", device=torch.device("cpu"),
+            model=ModelConfig(path=str(folder / model), random_init=True),
+            train=TrainConfig(parallel=layout, dtype="float32"), seed=0, temperature=1.0,
+            total_optimizer_steps=1, timeout_s=60, with_reference=True,
+        )  # fmt: skip
+
+    with pytest.raises(CheckpointError, match=r"it has \d+ weights more than the model, such as decoder.layers.2"):
+        Trainer(setup("short", "d1p2")).load_weights(folder / "long-there")
+    parallel.shutdown()
+    trainer = Trainer(setup("qwen3_moe", "d1t2|ffn:d1t1e2"))
     trainer.verify(folder / "qwen3_moe-there")
     trainer.load_weights(folder / "qwen3_moe-there")
     live = trainer.export(list(trainer.layout.tensors), torch.float32)
@@ -275,6 +295,7 @@ def load_for_training(rank: int, init_method: str, folder: pathlib.Path) -> dict
 
 
 def test_training_begins_with_a_converted_model(folder: pathlib.Path, growth: dict[str, Any]) -> None:
+    config_of(folder / "long", folder / "short", num_hidden_layers=2)
     disk = load_file(folder / "qwen3_moe" / "model.safetensors")
     for rank in run_distributed(load_for_training, 2, folder):
         for held in rank.values():

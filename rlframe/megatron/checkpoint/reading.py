@@ -18,13 +18,14 @@ from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from rlframe.megatron.checkpoint.metadata import read_metadata
 from rlframe.megatron.checkpoint.pieces import LoadPieces, Piece
 from rlframe.utils.errors import CheckpointError
 
 BACKEND = "torch_dist"
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class Reader(dcp.FileSystemReader):
@@ -84,6 +85,16 @@ def require_all(requested: set[str], reader: Reader, beginnings: tuple[str, ...]
     if left := sorted(stored - requested):
         raise CheckpointError(
             f"{reader.path} does not hold this model: it has {len(left)} weights more than the model, such as {left[0]}"
+        )
+
+
+def require_vocabulary(reader: Reader, size: int) -> None:
+    """Raises CheckpointError if the checkpoint's embedding has fewer rows than tokens. Megatron lets the number differ,
+    because padding does, and would leave the rest zero."""
+    embedding = reader.metadata.state_dict_metadata.get(EMBEDDING)
+    if isinstance(embedding, TensorStorageMetadata) and embedding.size[0] < size:
+        raise CheckpointError(
+            f"{reader.path} does not hold this model: {EMBEDDING} has {embedding.size[0]} rows for {size} tokens"
         )
 
 

@@ -184,6 +184,7 @@ def load_weights(model: Model, folder: Path) -> None:
     if model.lora:
         for name, chunk in chunks_by_key(model).items():
             weights[name] = lora_state.without_adapters(model.lora, chunk.module, weights[name])
+    reading.require_vocabulary(reading.Reader(folder), model.architecture.vocab_size)
     exhausted = WEIGHTS if model.architecture.num_outputs is None else BODY
     put(model, read(weights, folder, needs_head=False, exhausted=exhausted))
 

@@ -104,7 +104,9 @@ def from_megatron(folder: Path, bones: Skeleton, dtype: torch.dtype) -> Iterator
         for model_name, parameter in _weights_by_name(bones).items()
     }
     requested = {piece.key for of_parameter in pieces.values() for piece in of_parameter}
-    reading.require_all(requested, reading.Reader(folder), checkpoint.WEIGHTS)
+    reader = reading.Reader(folder)
+    reading.require_all(requested, reader, checkpoint.WEIGHTS)
+    reading.require_vocabulary(reader, bones.layout.tensors["model.embed_tokens.weight"][0])
     for names in chunks(bones.layout.tensors, dtype):
         needed = {box.parameter for name in names for box in bones.layout.boxes[name]}
         real = {

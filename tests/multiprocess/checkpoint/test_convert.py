@@ -204,9 +204,10 @@ def refusals(folder: pathlib.Path) -> tuple[str, str]:
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
         main(["to-huggingface", "--checkpoint", str(folder / "qwen3-there"), "--model", str(folder / "qwen3_moe"),
               "--out", str(folder / "refused")])  # fmt: skip
-    with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
-        main(["to-huggingface", "--checkpoint", str(folder / "qwen3-there"), "--model", str(folder / "tied"),
-              "--out", str(folder / "refused")])  # fmt: skip
+    for other in ("tied", "wide"):
+        with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
+            main(["to-huggingface", "--checkpoint", str(folder / "qwen3-there"), "--model", str(folder / other),
+                  "--out", str(folder / "refused")])  # fmt: skip
     for name in ("adapters", "above/training"):
         dcp.save({"lora.base_model.x.lora_A.weight": torch.zeros(1)}, checkpoint_id=folder / name, no_dist=True)
     with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
@@ -229,6 +230,7 @@ def refusals(folder: pathlib.Path) -> tuple[str, str]:
 def refused(folder: pathlib.Path, growth: dict[str, Any]) -> tuple[str, str]:
     """See refusals. In a process that may have children, which run_distributed's may not."""
     config_of(folder / "qwen3", folder / "tied", tie_word_embeddings=True)
+    config_of(folder / "qwen3", folder / "wide", vocab_size=68)
     swapped = shutil.copytree(folder / "qwen3", folder / "swapped")
     tensors = load_file(swapped / "model.safetensors")
     # The mistake that conversion is prone to: heads in another order.
@@ -242,6 +244,7 @@ def refused(folder: pathlib.Path, growth: dict[str, Any]) -> tuple[str, str]:
 def test_a_checkpoint_of_another_model_is_refused(folder: pathlib.Path, refused: tuple[str, str]) -> None:
     assert "does not hold this model" in refused[0]
     assert "it has 1 weights more than the model, such as output_layer.weight" in refused[0]
+    assert "embedding.word_embeddings.weight has 67 rows for 68 tokens" in refused[0]
     assert f"{folder / 'adapters'} holds adapters (train.lora) without the model that they belong to" in refused[0]
     assert f"got {folder / 'above'} without .metadata; write --checkpoint {folder / 'above/training'}" in refused[0]
     assert f"got {folder / 'gone'}, which is no folder" in refused[0]
@@ -282,9 +285,11 @@ def load_for_training(rank: int, init_method: str, folder: pathlib.Path) -> dict
             total_optimizer_steps=1, timeout_s=60, with_reference=True,
         )  # fmt: skip
 
-    with pytest.raises(CheckpointError, match=r"it has \d+ weights more than the model, such as decoder.layers.2"):
-        Trainer(setup("short", "d1p2")).load_weights(folder / "long-there")
-    parallel.shutdown()
+    for model, said in (("short", r"it has \d+ weights more than the model, such as decoder.layers.2"),
+                        ("longer", "has 67 rows for 69 tokens")):  # fmt: skip
+        with pytest.raises(CheckpointError, match=said):
+            Trainer(setup(model, "d1p2")).load_weights(folder / "long-there")
+        parallel.shutdown()
     trainer = Trainer(setup("qwen3_moe", "d1t2|ffn:d1t1e2"))
     trainer.verify(folder / "qwen3_moe-there")
     trainer.load_weights(folder / "qwen3_moe-there")
@@ -296,6 +301,7 @@ def load_for_training(rank: int, init_method: str, folder: pathlib.Path) -> dict
 
 def test_training_begins_with_a_converted_model(folder: pathlib.Path, growth: dict[str, Any]) -> None:
     config_of(folder / "long", folder / "short", num_hidden_layers=2)
+    config_of(folder / "long", folder / "longer", num_hidden_layers=2, vocab_size=69)
     disk = load_file(folder / "qwen3_moe" / "model.safetensors")
     for rank in run_distributed(load_for_training, 2, folder):
         for held in rank.values():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlframe.models.checkpoint import save
 from rlframe.models.config import HEAD
+from rlframe.models.inspection import TIED
 from rlframe.utils.errors import CheckpointError
 from rlframe.utils.files.whole import whole_file, write_whole
 
@@ -65,17 +66,23 @@ def write(
     alpha: float,
     rslora: bool,
     dropout: float,
+    tied: bool = False,
 ) -> None:
     """Writes an adapter that `peft.PeftModel.from_pretrained` loads. Each file gets its final name only after it is
-    complete.
+    complete. Of a tied model an embedding that is trained in full is written as the output layer too: PEFT replaces
+    what is trained in full by a copy, and the output layer would stay that of the base.
 
     Args:
         tensors: by PEFT's names, whole.
         base: name or folder of the base model.
         model_tensors: every tensor of the base model's checkpoint.
+        tied: whether the output layer of the base model is its embedding.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.contiguous() for name, tensor in tensors}
+    embedding, output = map(key, TIED)
+    if tied and embedding in held:
+        held[output] = held[embedding].clone()
     modules = sorted({name.removeprefix(PREFIX).rpartition(".lora_A.")[0] for name in held if ".lora_A." in name})
     saved = sorted(
         {
@@ -131,12 +138,19 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def faults(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], *, rank: int, alpha: float, rslora: bool
+    folder: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    rank: int,
+    alpha: float,
+    rslora: bool,
+    tied: bool = False,
 ) -> list[str]:
     """Returns why the adapter in `folder` does not match these settings, as clauses whose subject is the adapter.
 
     Args:
         expected: shape of every tensor by PEFT's name.
+        tied: see `write`.
 
     Raises:
         CheckpointError: as `read_config`, or the weights cannot be read.
@@ -156,6 +170,10 @@ def faults(
     found += [f"has {name}, which is not supported" for name in VARIANTS if config.get(name)]
     with _opened(folder) as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    embedding, output = map(key, TIED)
+    copied = tied and shapes.keys() >= {embedding, output}
+    if copied and torch.equal(read(folder, embedding), read(folder, output)):
+        del shapes[output]
     for verb, odd in (("lacks", expected.keys() - shapes.keys()), ("also has", shapes.keys() - expected.keys())):
         if odd:
             found.append(f"{verb} {len(odd)} tensors by the settings' target_modules, such as {min(odd)}")

@@ -79,6 +79,7 @@ class Exporter:
                 alpha=lora.alpha,
                 rslora=lora.rslora,
                 dropout=lora.dropout,
+                tied=architecture.tie_embeddings,
             )
 
 

@@ -107,8 +107,9 @@ def lora(run: RunConfig) -> Iterator[Fault]:
     if lora.path is None:
         return
     expected = {adapters.key(name, half): shape for name, half, shape in lora_trained(lora, homes, tensors)}
+    same = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "tied": architecture.tie_embeddings}
     try:
-        for fault in adapters.faults(Path(lora.path), expected, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora):
+        for fault in adapters.faults(Path(lora.path), expected, **same):
             yield Fault("train.lora.path", f"{fault}", got=lora.path, stated=True)
     except CheckpointError as error:
         yield Fault("train.lora.path", said=error)

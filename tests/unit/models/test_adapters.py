@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlframe.models import adapters
+from rlframe.models.checkpoint import save
 from rlframe.utils.errors import CheckpointError
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
@@ -101,6 +102,22 @@ def test_an_adapter_that_is_more_than_a_product_beside_the_weights_says_so(tmp_p
         "has init_lora_weights = 'pissa_niter_4', which changes the base too: have PEFT convert it",
         "has alora_invocation_tokens, which is not supported",
     ]
+
+
+def test_an_embedding_that_a_tied_model_trains_in_full_is_the_output_layer_too(tmp_path: pathlib.Path) -> None:
+    embedding, output = (f"{PREFIX}{name}.weight" for name in ("model.embed_tokens", "lm_head"))
+    tensors, tied = TENSORS | {embedding: torch.ones(2, 3)}, SETTINGS | {"tied": True}
+    adapters.write(tmp_path, tensors.items(), base="some/model", model_tensors=[], dropout=0.0, **tied)
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    assert torch.equal(held[output], held[embedding])
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"]
+    assert saved == ["lm_head", "model.embed_tokens", "model.norm"]
+    expected = SHAPES | {embedding: (2, 3)}
+    assert adapters.faults(tmp_path, expected, **tied) == []
+    assert len(adapters.faults(tmp_path, expected, **SETTINGS)) == 1
+    # One of PEFT's, which has trained the two apart.
+    save(held | {output: torch.zeros(2, 3)}, tmp_path / "adapter_model.safetensors")
+    assert output in adapters.faults(tmp_path, expected, **tied)[0]
 
 
 def test_folders_that_are_no_adapters_are_refused(tmp_path: pathlib.Path) -> None:

@@ -7,15 +7,14 @@ when vLLM makes calls in its workers while steps are under way.
 """
 
 import asyncio
+import json
 import logging
-import pickle
 import socket
 import struct
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from typing import Any
 
 import torch
 
@@ -52,21 +51,21 @@ def answering(answer: Callable[[list[Wanted]], bytes], device: torch.device) -> 
             # Of this thread too. CUDA would otherwise make a context on the first device.
             torch.cuda.set_device(device)
         with connection:
-            for wanted in messages(connection):
-                send(connection, answer(wanted))
+            for message in messages(connection):
+                send(connection, answer([tuple(each) for each in json.loads(message)]))
 
     threading.Thread(target=run, name="rlframe-line", daemon=True).start()
     return address
 
 
-def messages(connection: socket.socket) -> Iterator[Any]:
+def messages(connection: socket.socket) -> Iterator[bytes]:
     """Yields what arrives, until the other end is gone."""
     with connection.makefile("rb") as file:
         while len(head := file.read(LENGTH.size)) == LENGTH.size:
             (length,) = LENGTH.unpack(head)
             if len(body := file.read(length)) < length:
                 return
-            yield pickle.loads(body)
+            yield body
 
 
 def send(connection: socket.socket, body: bytes) -> None:
@@ -92,7 +91,7 @@ class Line:
         Raises:
             OSError, asyncio.IncompleteReadError: the worker is gone.
         """
-        body = pickle.dumps(wanted)
+        body = json.dumps(wanted).encode()
         self._writer.write(LENGTH.pack(len(body)) + body)
         await self._writer.drain()
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))

@@ -31,7 +31,7 @@ STARTED: list["EarlyProcess"] = []
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyProgram:
-    """What an early process runs, so that one process can decide on it and another start it."""
+    """The program of an early process, so that one process can decide on it and another start it."""
 
     first: str
     """Python that it runs while it waits, such as imports."""

@@ -85,8 +85,8 @@ def claim(run: RunConfig, overrides: Sequence[str] | None = None) -> FolderLock:
     `run.json`. The folder belongs to this process until the lock is closed.
 
     A folder with the same configuration is a run to resume. Settings of FREE_ON_RESUME may differ, such as `steps`,
-    `cluster.*` and `train.parallel`. Where the learning rate follows the run's length, another `steps` needs a
-    decay_steps: that of the steps before, or a new one.
+    `cluster.*` and `train.parallel`. Where the learning rate follows the run's length and the run was longer than
+    its warm-up, another `steps` needs a decay_steps: that of the steps before, or a new one.
 
     Args:
         overrides: of the command. None means that no command began the run, so that they are its `differences`.
@@ -179,7 +179,8 @@ def _bent(file: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iter
     """Yields a fault for each learning rate that would leave its course without being told to."""
     for section in COURSES:
         before, now = _decay_steps(there, section), _decay_steps(here, section)
-        if before == now:
+        if before == now or (before is not None and before <= there[f"{section}.warmup_steps"]):
+            # The same course, or one that has not left its warm-up, which is the same whatever the run's length.
             continue
         key, schedule = f"{section}.decay_steps", here.get(f"{section}.schedule")
         asked = here.get(key) is not None

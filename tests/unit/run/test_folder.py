@@ -227,6 +227,15 @@ def test_a_constant_rate_and_a_run_without_a_checkpoint_are_extended_freely(tmp_
     claim(replace(course(tmp_path / "begun"), steps=400))
 
 
+def test_a_run_that_was_shorter_than_its_warm_up_is_extended_freely(tmp_path: Path) -> None:
+    # 300 steps of two updates end with the warm-up; no decay_steps that is allowed would end there too.
+    trained(course(tmp_path / "warm", warmup_steps=600))
+    claim(replace(course(tmp_path / "warm", warmup_steps=600), steps=400))
+    trained(course(tmp_path / "left", warmup_steps=599))
+    with pytest.raises(ConfigError, match="set train.optimizer.decay_steps=600"):
+        claim(replace(course(tmp_path / "left", warmup_steps=599), steps=400))
+
+
 def test_a_run_cannot_be_shorter_than_it_is(tmp_path: Path) -> None:
     run = course(tmp_path, schedule=Schedule.CONSTANT)
     folder = trained(run)

@@ -47,6 +47,8 @@ NO_PRESTART = {"RAY_prestart_worker_first_driver": "0"}
 """Keeps Ray from starting workers in advance, none of which has the environment that actors need."""
 RAYLET_S, LOOK_S = 30.0, 0.02
 """Seconds in which a raylet is there, as Ray allows, and between looks at whether it is."""
+PATH_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+"""Bytes that Linux leaves to the path of the temporary folder, as it takes 107 as that of a socket."""
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -98,7 +100,7 @@ def start(environment: dict[str, Any], *, num_cpus: int) -> None:
     """Starts Ray on this machine, whose workers get `environment`.
 
     Raises:
-        ConfigError: it did not start in the time that Ray gives itself.
+        ConfigError: it did not start in the time that Ray gives itself, or its temporary folder cannot hold its files.
     """
     with alone(), noticed(), inherited(), forking():
         try:
@@ -110,6 +112,16 @@ def start(environment: dict[str, Any], *, num_cpus: int) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
+        except OSError as error:
+            # A path that is too long for a socket is a plain OSError, what else is wrong with a file names it.
+            if type(error) is not OSError and error.filename is None:
+                raise
+            folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+            said = (
+                f"Ray cannot keep its files and sockets in {folder} ({error}); set RAY_TMPDIR to a folder that can be "
+                f"written to, with a path of at most {PATH_BYTES} bytes, such as /tmp"
+            )
+            raise ConfigError([Fault("RAY_TMPDIR", said=said)]) from error
         except Exception as error:
             # Ray 2.60 raises a plain Exception after 30 s, which no setting changes; other classes are other faults.
             if type(error) is not Exception:

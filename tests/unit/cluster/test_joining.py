@@ -51,6 +51,18 @@ def test_a_ray_that_does_not_start_in_its_time_is_said_with_what_to_do(monkeypat
         pass
 
 
+@pytest.mark.parametrize("name", ["l" * 120, "a file/folder"])
+def test_a_temporary_folder_that_ray_cannot_use_is_said_with_what_to_set(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a file").write_text("")
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / name))
+    said = rf"RAY_TMPDIR: Ray cannot keep its files and sockets in {tmp_path / name} \(.*\); set RAY_TMPDIR to a folder"
+    with pytest.raises(ConfigError, match=said), runtime.running(ClusterConfig(address="local"), num_devices=1):
+        pass
+
+
 def node(name: str, *, num_gpus: float) -> Node:
     """A node of that name."""
     return Node(id=name, host=name, address="10.0.0.1", num_gpus=num_gpus, num_cpus=4, alive=True, port=1)

@@ -43,7 +43,7 @@ PROMPT_KEYS = ("messages", "conversations", "instruction", "question", "prompt")
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
 OF_MESSAGES = ("completion", "response")
 """Fields of the response that may hold a list of messages."""
-UNREAD_KEYS = ("images", "videos", "audios")
+UNREAD_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*\Z")
 
 

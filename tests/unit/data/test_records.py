@@ -233,6 +233,12 @@ def test_the_system_prompt_is_for_conversations_without_one() -> None:
             {},
             "expected a text conversation, found 'images', which rlframe does not read",
         ),
+        # As LLaVA names it.
+        (
+            {"conversations": [{"from": "human", "value": "<image>\nWhat?"}], "image": "a.jpg"},
+            {},
+            "expected a text conversation, found 'image', which rlframe does not read",
+        ),
     ],
 )
 def test_a_record_that_cannot_be_understood_is_named(fields: dict, config: dict, message: str) -> None:

@@ -40,6 +40,8 @@ ROLES = {
     "observation": "tool",
 }
 PROMPT_KEYS = ("messages", "conversations", "instruction", "question", "prompt")
+LISTS = ("messages", "conversations")
+"""Keys of the prompt that hold no text, unless data.prompt_key names them."""
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
 OF_MESSAGES = ("completion", "response")
 """Fields of the response that may hold a list of messages."""
@@ -236,6 +238,11 @@ def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]
     value = fields[key]
     if isinstance(value, list) and value:
         return message_list(record, key, value)
+    if isinstance(value, str) and key in LISTS and prompt_key is None:
+        raise DataError(
+            f"{record.where}: expected {key!r} to be a list of messages, found text {value!r:.60}; if it is JSON, "
+            f"write what it says in its place; if it is the prompt, name the field with {_setting('prompt_key')}"
+        )
     if isinstance(value, str) and value.strip():
         return _alpaca(record) if key == "instruction" else [{"role": "user", "content": value}]
     raise DataError(

@@ -223,6 +223,11 @@ def test_the_system_prompt_is_for_conversations_without_one() -> None:
         ),
         ({"prompt": 5}, {}, "expected 'prompt' to be text or a list of messages, found int 5"),
         ({"prompt": " "}, {}, "expected 'prompt' to be text"),
+        (
+            {"messages": '[{"role": "user", "content": "x"}]'},
+            {},
+            "expected 'messages' to be a list of messages, found text .*; if it is JSON, write what it says in its p",
+        ),
         ({"prompt": "x", "answer": ["4"]}, {}, "expected 'answer' to be text or a number, found list"),
         ({"prompt": "x", "answer": True}, {}, "expected 'answer' to be text or a number, found bool True"),
         ({"messages": [{"role": "robot", "content": "x"}]}, {}, r"expected messages\[0\] to be .*found .*robot"),

@@ -3,6 +3,7 @@
 import codecs
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ import pyarrow
 import pyarrow.parquet
 
 from rlframe.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 KEYS = "data.path or data.evaluation_path"
 """Settings that name paths, for messages."""
@@ -100,6 +103,12 @@ def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator
     """
     place, files = _place(path)
     if files is not None:
+        if left := sorted(file.name for file in place.iterdir() if file not in files and file.name[0] != "."):
+            more = f" and {len(left) - MOST_NAMES} more" if len(left) > MOST_NAMES else ""
+            logger.warning(
+                "%s: %s%s are not read, only the folder's own %s files",
+                path, ", ".join(left[:MOST_NAMES]), more, ", ".join(EXTENSIONS),
+            )  # fmt: skip
         for file in files:
             yield from iterate(str(file), max_bytes=max_bytes, streaming=streaming)
         return

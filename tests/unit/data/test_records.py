@@ -265,6 +265,19 @@ def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
     assert found == [{"a": 1}, {"a": 1}, {"text": "x"}]
 
 
+def test_what_is_not_read_of_a_folder_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1="}')
+    assert len(read(str(tmp_path), max_bytes=1e6)) == 1
+    assert not caplog.records
+    for name in ("b.jsonl.gz", "c.csv", ".hidden"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "train").mkdir()
+    assert len(read(str(tmp_path), max_bytes=1e6)) == 1
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}: b.jsonl.gz, c.csv, train are not read, only the folder's own .jsonl, .json, .parquet, .txt files"
+    ]
+
+
 def test_links_to_the_folder_itself_are_not_followed(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).symlink_to(tmp_path)

@@ -19,6 +19,7 @@ from rlframe.models import tokenizer
 from rlframe.models.hub import resolve
 from rlframe.run.config import RunConfig
 from rlframe.run.differences import differences
+from rlframe.run.own_files import remember
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import CheckpointError, ConfigError, OutputError
 from rlframe.utils.faults import Fault
@@ -81,8 +82,9 @@ def dated(run: RunConfig) -> RunConfig:
 
 def claim(run: RunConfig, overrides: Sequence[str] | None = None) -> FolderLock:
     """Creates the folder of the run in its mode, if needed, and returns its lock. Writes the resolved configuration to
-    `config.yaml`, what the command set beyond its config file to `overrides.yaml`, and the run's identity to
-    `run.json`. The folder belongs to this process until the lock is closed.
+    `config.yaml`, what the command set beyond its config file to `overrides.yaml`, the run's identity to
+    `run.json`, and checksums of the user's own files to `files.yaml`. The folder belongs to this process until the lock
+    is closed.
 
     A folder with the same configuration is a run to resume. Settings of FREE_ON_RESUME may differ, such as `steps`,
     `cluster.*` and `train.parallel`. Where the learning rate follows the run's length and the run was longer than
@@ -102,7 +104,9 @@ def claim(run: RunConfig, overrides: Sequence[str] | None = None) -> FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder)
         try:
-            _settle(folder, without_secrets(as_dict(run)))
+            plain = without_secrets(as_dict(run))
+            _settle(folder, plain)
+            remember(folder, plain)
             written = differences(run) if overrides is None else overrides
             write_whole(folder / OVERRIDES, yaml.safe_dump([hidden(each) for each in written]).encode())
         except BaseException:

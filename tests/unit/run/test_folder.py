@@ -34,6 +34,17 @@ def test_the_folder_holds_the_whole_configuration(tmp_path: Path) -> None:
     assert build(RunConfig, yaml.safe_load((folder / "config.yaml").read_text()), choices=CHOICES) == run
 
 
+def test_a_file_of_ones_own_that_has_changed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("def score(response, answer): return 1.0", "def score(response, answer): return 2.0"):
+        (tmp_path / "mine.py").write_text(text)
+        for _ in range(2):
+            claim(run_in(tmp_path / "run", f"reward.parts.mine.name={tmp_path / 'mine.py'}:score"))
+    assert [record.message for record in caplog.records if "has changed" in record.message] == [
+        f"{tmp_path / 'mine.py'} has changed since this run was begun in {tmp_path / 'run'}: what comes from now on is "
+        "by the file as it is; output=ANOTHER begins anew"
+    ]
+
+
 def test_the_same_configuration_resumes(tmp_path: Path) -> None:
     # Must not raise.
     claim(run_in(tmp_path))

@@ -37,6 +37,11 @@ def test_a_wrong_configuration_is_refused_before_the_folder_is_claimed(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+def test_the_name_of_a_configuration_in_its_place_is_refused() -> None:
+    with pytest.raises(rlframe.ConfigError, match="config must be a RunConfig, got 'grpo_qwen3_moe'; rlframe.load"):
+        rlframe.run("grpo_qwen3_moe")  # type: ignore[arg-type]
+
+
 def test_the_version_is_stated_once() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'dynamic = ["version"]' in project and f'"{rlframe.__version__}"' not in project

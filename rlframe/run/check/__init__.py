@@ -13,6 +13,7 @@ from rlframe.run.check.machines import cluster, devices, memory
 from rlframe.run.check.roles import critic, judge, reward, teacher
 from rlframe.run.config import Mode, RunConfig
 from rlframe.run.load import to_run
+from rlframe.utils.bounds import shortened
 from rlframe.utils.build import as_dict
 from rlframe.utils.errors import ConfigError, DataError
 from rlframe.utils.faults import Fault
@@ -46,7 +47,10 @@ def check(run: RunConfig) -> RunConfig:
     Raises:
         ConfigError: every fault, each with its dotted key, the rule, the value and what to do.
     """
-    return checked(as_dict(run))
+    if not isinstance(values := as_dict(run), Mapping):
+        hint = "rlframe.load(NAME, OVERRIDES) gives one"
+        raise ConfigError([Fault("config", "must be a RunConfig", got=shortened(run), hint=hint)])
+    return checked(values)
 
 
 def check_device(run: RunConfig) -> None:

@@ -30,6 +30,9 @@ TO_BE_GIVEN = "???"
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Pattern of a byte of the command line that is not UTF-8, which cannot be written to a file."""
 hints_of = cache(get_type_hints)
+QUOTED = {bool: re.compile("true|false", re.IGNORECASE), int: re.compile(r"-?\d+")}
+"""Patterns of text that was meant as a value of another kind."""
+UNQUOTED = "write it without quotes, a variable of the environment as ${oc.decode:${oc.env:NAME}}"
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -195,7 +198,8 @@ class _Builder:
                 number = math.nan
             return self.fault(key, PLAIN[float], value) if math.isnan(number) else number
         if type(value) is not kind:
-            return self.fault(key, PLAIN[kind], value)
+            quoted = isinstance(value, str) and kind in QUOTED and QUOTED[kind].fullmatch(value)
+            return self.fault(key, PLAIN[kind], value, hint=UNQUOTED if quoted else "")
         return self.text(value, key) if isinstance(value, str) else value
 
     def text(self, value: str, key: Key) -> Any:

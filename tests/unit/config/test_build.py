@@ -110,6 +110,17 @@ def test_as_dict_is_what_build_reads() -> None:
         ({"train": {"fast": 1}}, "train.fast must be true or false, got 1"),
         ({"train": {"optimizer": {"steps": 1.0}}}, "train.optimizer.steps must be a whole number, got 1.0"),
         ({"train": {"optimizer": {"steps": True}}}, "train.optimizer.steps must be a whole number, got True"),
+        (
+            {"train": {"optimizer": {"steps": "8"}}},
+            "train.optimizer.steps must be a whole number, got '8'; write it without quotes, a variable of the "
+            "environment as ${oc.decode:${oc.env:NAME}}",
+        ),
+        ({"train": {"optimizer": {"steps": "8x"}}}, "train.optimizer.steps must be a whole number, got '8x'"),
+        (
+            {"train": {"fast": "False"}},
+            "train.fast must be true or false, got 'False'; write it without quotes, a variable of the environment as "
+            "${oc.decode:${oc.env:NAME}}",
+        ),
         ({"train": {"optimizer": {"lr": "fast"}}}, "train.optimizer.lr must be a number, got 'fast'"),
         ({"train": {"optimizer": {"lr": None}}}, "train.optimizer.lr must be a number, got nothing"),
         ({"train": {"optimizer": {"lr": float("nan")}}}, "train.optimizer.lr must be a number, got nan"),

@@ -231,7 +231,9 @@ def to_values(composed: DictConfig, *, config_name: str) -> dict[str, Any]:
     try:
         values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError([str(error)]) from error
+        # Its text begins with a sentence, or with one round that of a resolver such as `oc.env`.
+        said = str(error).partition("\n")[0].rpartition("resolving interpolation: ")[2].strip('"')
+        raise ConfigError([Fault(error.full_key or "", said=said)]) from error
     assert isinstance(values, dict)
     name = values.get("name", config_name.removesuffix(".yaml"))
     return {"name": name, "output": f"outputs/{name}"} | {str(key): value for key, value in values.items()}

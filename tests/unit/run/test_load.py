@@ -237,3 +237,16 @@ def test_a_file_that_inherits_adds_rewards_and_leaves_out_with_null(tmp_path: Pa
 
 def test_a_folder_at_home_is_found() -> None:
     assert load("grpo_qwen3_moe", ["output=~/runs/first"]).output == str(Path.home() / "runs/first")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("${oc.env:RLFRAME_NOWHERE}", "data.system_prompt: Environment variable 'RLFRAME_NOWHERE' not found"),
+        ("${nowhere.else}", "data.system_prompt: Interpolation key 'nowhere.else' not found"),
+    ],
+)
+def test_an_interpolation_that_leads_nowhere_is_said_with_its_key(value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("grpo_qwen3_moe", [f"data.system_prompt={value}"])
+    assert list(map(str, refused.value.faults)) == [said]

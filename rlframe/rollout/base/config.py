@@ -2,6 +2,7 @@
 without them."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -17,6 +18,9 @@ from rlframe.utils.faults import Fault
 
 if TYPE_CHECKING:
     from rlframe.models.families.base import Architecture
+
+WRITTEN = re.compile(r"(\\[nrt])+")
+"""Pattern of line breaks and tabs as programs write them: a backslash and a letter, which no model generates."""
 
 
 class EngineDtype(StrEnum):
@@ -153,6 +157,14 @@ class RolloutConfig:
             raise SettingError("record", f"has no effect with replay={self.replay}", got="true", hint="remove it")
         if "" in self.stop:
             raise SettingError("stop", "must not hold an empty string", why="it would end every response at once")
+        if written := next((each for each in self.stop if WRITTEN.fullmatch(each)), None):
+            raise SettingError(
+                "stop",
+                "must hold the characters themselves",
+                got=written,
+                why="the command line keeps a backslash as it is",
+                hint='in bash write $\'rollout.stop=["\\n"]\' for a line break, in YAML "\\n" in double quotes',
+            )
         if self.logprobs is Logprobs.EXACT and self.dtype is EngineDtype.BFLOAT16:
             raise SettingError("dtype", "must be auto or float32 with logprobs=exact", got=self.dtype)
         self.sampling()

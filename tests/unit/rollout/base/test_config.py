@@ -29,6 +29,7 @@ def test_greedy_sampling_keeps_the_stops_and_drops_what_shapes_the_draw():
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"max_tokens": 4, "min_tokens": 5}, r"min_tokens must lie in \[0, max_tokens=4\], got 5"),
         ({"stop": ["a", ""]}, "stop must not hold an empty string"),
+        ({"stop": ["a", r"\n\n"]}, r"stop must hold the characters themselves, got \\n\\n: the command line keeps"),
         ({"num_engines": 3, "engines_per_device": 2}, "num_engines must be a multiple of engines_per_device=2, got 3"),
         ({"max_batch": 0}, "max_batch must be at least 1, got 0"),
     ],

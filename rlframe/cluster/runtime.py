@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import ray
-from ray._private import auto_init_hook, ray_constants, utils
+from ray._private import auto_init_hook, ray_constants, utils, worker
 from ray._private.node import Node
 from ray._raylet import (
     AuthenticationMode,  # pyright: ignore[reportAttributeAccessIssue]
@@ -49,6 +49,8 @@ RAYLET_S, LOOK_S = 30.0, 0.02
 """Seconds in which a raylet is there, as Ray allows, and between looks at whether it is."""
 PATH_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 """Bytes that Linux leaves to the path of the temporary folder, as it takes 107 as that of a socket."""
+DIED = "A worker died or was killed while executing a task"
+"""Beginning of what Ray prints of a dead worker."""
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -74,7 +76,7 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     auto_init_hook.enable_auto_connect = False
     restore_handlers = keep_handlers()
     address, environment = config.joins, config.runtime_env.for_ray()
-    with nullcontext() if address else closed_to_others(), nullcontext() if address else known():
+    with unsaid(), nullcontext() if address else closed_to_others(), nullcontext() if address else known():
         if address:
             join(address, environment)
         else:
@@ -234,6 +236,27 @@ def noticed() -> Iterator[None]:
         yield
     finally:
         Node.start_ray_processes = start_processes
+
+
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """Keeps Ray from printing of dead workers inside the `with` block. A run tells of those that it has not ended
+    itself, by name and with their logs.
+
+    Workaround for Ray 2.60, which at times takes a worker that `ray.kill` ends for one that died, and says so after a
+    run that went well.
+    """
+    before = worker.print_to_stdstream
+
+    def print_others(data: dict[str, Any], *arguments: Any, **named: Any) -> None:
+        if not any(line.startswith(DIED) for line in data["lines"]):
+            before(data, *arguments, **named)
+
+    worker.print_to_stdstream = print_others
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = before
 
 
 def _no_dashboard() -> ImportError:

@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from ray._private import worker
 
 from rlframe.cluster import runtime
 from rlframe.cluster.config import ClusterConfig, Device
@@ -61,6 +62,16 @@ def test_a_temporary_folder_that_ray_cannot_use_is_said_with_what_to_set(
     said = rf"RAY_TMPDIR: Ray cannot keep its files and sockets in {tmp_path / name} \(.*\); set RAY_TMPDIR to a folder"
     with pytest.raises(ConfigError, match=said), runtime.running(ClusterConfig(address="local"), num_devices=1):
         pass
+
+
+def test_ray_does_not_say_of_workers_that_a_run_ends_that_they_died(capsys: pytest.CaptureFixture[str]) -> None:
+    # What Ray 2.60 prints in its thread, at times, when `ray.kill` ends an actor.
+    died = "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot"
+    with runtime.unsaid():
+        for line in (died, "the node runs low on memory"):
+            worker.print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    said = capsys.readouterr().out
+    assert "low on memory" in said and "died" not in said
 
 
 def node(name: str, *, num_gpus: float) -> Node:

@@ -67,6 +67,8 @@ def test_workers_are_forked_unless_they_need_an_environment_of_their_own_or_the_
         own.stop()
         forked = group()
         assert parents(forked) == [True, True]
+        # Ray 2.60 ends the process group of a worker that dies, which must not be that of the others.
+        assert [os.getpgid(info.pid) for info in forked.infos] == [info.pid for info in forked.infos]
         answers = forked.wait(forked.ask_all(Subject.began), doing="asking")
         assert answers == [(*fresh[:-1], True)] * 2, "otherwise as a fresh one"
         assert os.environ["OMP_NUM_THREADS"] == "7", "the driver's is its own"

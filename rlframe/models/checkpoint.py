@@ -25,6 +25,8 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 SIDECAR_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
 """Names of the files next to the weights: config, tokenizer, chat template, and code that those name."""
+LEFT = ("config.json", "adapter_config.json")
+"""Those that are written anew, and that of an adapter, which transformers would load on top of the exported weights."""
 
 
 class CheckpointReader:
@@ -137,7 +139,7 @@ def copy_sidecars(source: Path, folder: Path, *, dtype: torch.dtype, num_outputs
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
-        if path.suffix in SIDECAR_SUFFIXES and not path.name.endswith(".index.json") and path.name != "config.json":
+        if path.suffix in SIDECAR_SUFFIXES and not path.name.endswith(".index.json") and path.name not in LEFT:
             shutil.copyfile(path, folder / path.name)
     if (source / MORE).is_dir():
         shutil.copytree(source / MORE, folder / MORE, dirs_exist_ok=True)

@@ -63,10 +63,12 @@ class Attempt:
         """Returns the answer, for rewards that need one.
 
         Raises:
-            RewardError: the record has none.
+            RewardError: the record has none, or an empty one, which an empty response would equal.
         """
         if self.answer is None:
             raise RewardError("the record has no answer; name its field with data.answer_key")
+        if not self.answer.strip():
+            raise RewardError("the record's answer is empty; leave such records out")
         return self.answer
 
 

@@ -217,10 +217,11 @@ def _prompt(record: Record, config: DataConfig) -> Turns:
 def _turns(record: Record, key: str, value: Any) -> Turns:
     """Returns a response, or a whole conversation, as text, one message or a list of them."""
     for turn in value if isinstance(value, list) else [value]:
-        if isinstance(turn, dict) and turn.get("weight") not in (None, 1):
+        said = {name: turn.get(name) for name in ("weight", "train")} if isinstance(turn, dict) else {}
+        if weights := [value for value in said.values() if value not in (None, 1)]:
             raise DataError(
                 f"{record.where}: expected no weight on a message of {key!r}, which counts as a whole, found "
-                f"{turn['weight']!r:.60}; remove it"
+                f"{weights[0]!r:.60}; remove it"
             )
     if isinstance(value, str) and value:
         return ({"role": "assistant", "content": value},)

@@ -10,6 +10,7 @@
 | {messages: [{role, content}]} | up to the last assistant turn | its turns | answer, else the last turn |
 | sharegpt {conversations: [{from, value}], system} | the same | the same | the same |
 | alpaca {instruction, input, output, system, history} | instruction and input | output | output |
+| OpenOrca {system_prompt, question, response} | question | response | response |
 
 A message's `content` is text, or parts {type: text, text}, which are joined. Reasoning is read by
 `rlframe.data.text.reasoning`, tools and calls of them by `rlframe.data.text.tool_calls`. Results of tools are not
@@ -42,6 +43,8 @@ ROLES = {
 PROMPT_KEYS = ("messages", "conversations", "instruction", "question", "prompt")
 LISTS = ("messages", "conversations")
 """Keys of the prompt that hold no text, unless data.prompt_key names them."""
+SYSTEM_KEYS = ("system", "system_prompt")
+"""Keys of a system message beside a conversation."""
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
 OF_MESSAGES = ("completion", "response")
 """Fields of the response that may hold a list of messages."""
@@ -155,9 +158,8 @@ def with_system(record: Record, config: DataConfig, messages: Sequence[Message])
     for key in UNREAD_KEYS:
         if record.fields.get(key) not in NONE:
             raise DataError(f"{record.where}: expected a text conversation, found {key!r}, which rlframe does not read")
-    system = record.fields.get("system")
-    if not (isinstance(system, str) and system):
-        system = config.system_prompt
+    own = (record.fields.get(key) for key in SYSTEM_KEYS)
+    system = next((text for text in own if isinstance(text, str) and text), config.system_prompt)
     if system is None or messages[0]["role"] == "system":
         return list(messages)
     return [{"role": "system", "content": system}, *messages]
@@ -208,10 +210,14 @@ def _weights_of(record: Record, key: str, turns: list[Any]) -> list[float | None
     """Returns the weights that the messages in the list at the field `key` say."""
     weights: list[float | None] = [None] * len(turns)
     for index, turn in enumerate(turns):
-        weight = turn.get("weight")
+        name, weight = "weight", turn.get("weight")
+        if weight is None:
+            # As axolotl's records say it.
+            name, weight = "train", turn.get("train")
+            weight = int(weight) if isinstance(weight, bool) else weight
         if weight is None:
             continue
-        where = f"{record.where}: expected {key}[{index}].weight"
+        where = f"{record.where}: expected {key}[{index}].{name}"
         if not is_number(weight) or weight < 0:
             raise DataError(f"{where} to be a number of at least 0, found {weight!r:.60}")
         if weight and ROLES[turn.get("role", turn.get("from"))] != "assistant":

@@ -205,6 +205,8 @@ def test_the_system_prompt_is_for_conversations_without_one() -> None:
     )
     assert bare.messages[0] == {"role": "system", "content": "Short."}
     assert own.messages[0] == {"role": "system", "content": "Long."}
+    orca = understand(Record(fields={"system_prompt": "Orca.", "question": "x"}, source="", where=""), config)
+    assert orca.messages[0] == {"role": "system", "content": "Orca."}
 
 
 @pytest.mark.parametrize(

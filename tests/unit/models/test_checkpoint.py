@@ -157,6 +157,16 @@ def test_an_export_states_its_number_format_wherever_the_source_states_one(
     assert written == {"model_type": "qwen3"} | dict.fromkeys(keys or ("dtype",), "bfloat16")
 
 
+def test_an_export_has_no_adapter_of_the_source(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("config.json", "adapter_config.json", "tokenizer.json"):
+        (source / name).write_text("{}")
+    copy_sidecars(source, tmp_path / "export", dtype=torch.bfloat16)
+    names = {path.name for path in (tmp_path / "export").iterdir()}
+    assert names == {"config.json", "tokenizer.json", "generation_config.json"}
+
+
 def test_an_export_has_all_chat_templates_of_the_source(tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "export"
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "qwen3_moe_tiny")

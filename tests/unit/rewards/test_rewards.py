@@ -207,6 +207,8 @@ def test_math_verify_fails_on_an_answer_that_is_no_mathematics() -> None:
 def test_a_missing_answer_is_a_failure_and_not_a_zero(name: str) -> None:
     with pytest.raises(RewardError, match="the record has no answer; name its field with data.answer_key"):
         build(name).score(attempt("42"))
+    with pytest.raises(RewardError, match="the record's answer is empty"):
+        build(name).score(attempt("", " "))
 
 
 def test_format_searches_its_pattern_over_lines() -> None:

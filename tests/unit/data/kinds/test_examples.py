@@ -93,6 +93,16 @@ def test_a_message_counts_by_its_weight_and_a_weight_of_zero_masks_it(tokenizer:
     assert tokens.weights[tokens.weights > 0].tolist() == [0.25, 0.25, 1.0, 1.0]
 
 
+def test_a_message_that_says_whether_it_is_trained_on_is_heard(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages: list[dict] = [{"role": role, "content": text} for role, text in TALK]
+    messages[0]["train"], messages[1]["train"], messages[3]["train"] = False, False, True
+    tokens = example_of(tokenizer, {"messages": messages})
+    assert marked(tokens, tokenizer).count("[") == len("df") + 2
+    messages[0]["train"] = True
+    with pytest.raises(DataError, match=r"s:1: expected messages\[0\].train to be on a message of the assistant"):
+        understand(Record(fields={"messages": messages}, source="s", where="s:1"), DataConfig())
+
+
 @pytest.mark.parametrize(
     ("weight", "on", "message"),
     [

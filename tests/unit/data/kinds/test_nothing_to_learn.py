@@ -104,8 +104,9 @@ TURN = {"role": "assistant", "content": "y", "weight": 0.5}
         (UnpairedSource, {"messages": [{"role": "user", "content": "q"}, TURN], "label": True}),
         (PreferenceSource, {"prompt": "q", "chosen": [TURN], "rejected": "n"}),
         (PreferenceSource, {"prompt": "q", "chosen": "y", "rejected": TURN}),
+        (PreferenceSource, {"prompt": "q", "chosen": [TURN | {"weight": None, "train": False}], "rejected": "n"}),
     ],
 )
 def test_a_weight_on_what_is_compared_as_a_whole_is_refused(kind: type[TrainingSource], fields: dict) -> None:
-    with pytest.raises(DataError, match=r"s:1: expected no weight on .*, which counts as a whole, found 0.5"):
+    with pytest.raises(DataError, match=r"s:1: expected no weight on .*, which counts as a whole, found (0.5|False)"):
         kind.understand(record(**json.loads(json.dumps(fields))), DataConfig())

@@ -26,7 +26,7 @@ GENERATION = "generation_config.json"
 SIDECAR_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
 """Names of the files next to the weights: config, tokenizer, chat template, and code that those name."""
 LEFT = ("config.json", "adapter_config.json")
-"""Those that are written anew, and that of an adapter, which transformers would load on top of the exported weights."""
+"""Names of files that are written anew, and of an adapter's, which transformers would load on top of the weights."""
 
 
 class CheckpointReader:

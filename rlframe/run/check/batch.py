@@ -16,6 +16,14 @@ def batch(run: RunConfig) -> Iterator[Fault]:
     """Checks that every optimizer step gets whole groups and every data-parallel rank at least one sequence."""
     dp = Parallel.parse(run.train.parallel).dp
     group_size, num_minibatches = (algorithm_of(run).group_size, run.train.num_minibatches) if online(run) else (1, 1)
+    asked = getattr(run.algorithm, "group_size", group_size)
+    if online(run) and asked != group_size:
+        yield Fault(
+            "algorithm.group_size",
+            f"must be {group_size}, as many rollouts of a prompt as algorithm.name={run.algorithm.name} samples",
+            got=asked,
+            hint="or its __init__ sets self.group_size = config.group_size",
+        )
     if run.prompts_per_step % num_minibatches:
         below = run.prompts_per_step // num_minibatches * num_minibatches
         fitting = [str(count) for count in (below, below + num_minibatches) if count]

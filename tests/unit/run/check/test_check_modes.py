@@ -250,3 +250,24 @@ def test_a_self_test_knows_of_an_adapter_to_go_on_from(lora: list[str], given: b
     config = load("grpo_qwen3_moe", lora)
     parts = SimpleNamespace(config=config, tokenizer=tokenizer.load(resolve(config.model)), device=torch.device("cpu"))
     assert facts(parts, Grpo(config.algorithm)).given_adapter is given
+
+
+def test_an_algorithm_that_does_not_sample_the_group_size_that_is_set_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    forgetful = """
+from dataclasses import dataclass
+from rlframe.algorithms.grpo import Grpo, GrpoConfig
+
+@dataclass(kw_only=True, slots=True)
+class OwnConfig(GrpoConfig):
+    pass
+
+class Own(Grpo):
+    def __init__(self, config: OwnConfig):
+        super().__init__(config)
+        self.group_size = 1
+"""
+    own.write_text(forgetful)
+    (fault,) = faults(f"algorithm.name={own}:Own", "algorithm.group_size=4")
+    assert fault.startswith("algorithm.group_size must be 1, as many rollouts of a prompt as algorithm.name=")
+    assert fault.endswith("got 4; or its __init__ sets self.group_size = config.group_size")

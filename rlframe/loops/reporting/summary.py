@@ -9,6 +9,7 @@ from rlframe.loops.reporting.start_up import StartUp
 
 FILES = {
     "model": "model/ (Hugging Face format)",
+    "adapter": "adapter/ (PEFT format)",
     "critic": "critic/ (Hugging Face format)",
     "metrics.jsonl": "metrics.jsonl",
     "samples.jsonl": "samples.jsonl",

@@ -30,15 +30,10 @@ logger = logging.getLogger(__name__)
 def answering(answer: Callable[[list[Wanted]], bytes], device: torch.device) -> str:
     """Answers the engine in a thread of this worker until the engine is gone. Returns the address at which it connects,
     empty if there can be none."""
-    folder = tempfile.TemporaryDirectory(prefix="rlframe-")
-    listener, address = socket.socket(socket.AF_UNIX), f"{folder.name}/line"
-    try:
-        listener.bind(address)
-    except OSError:
-        # The path of the system's folder for temporary files is too long for a socket.
-        listener.close()
-        folder.cleanup()
+    found = bound()
+    if found is None:
         return ""
+    folder, listener, address = found
     listener.listen(1)
     listener.settimeout(CONNECT_S)
 
@@ -56,6 +51,25 @@ def answering(answer: Callable[[list[Wanted]], bytes], device: torch.device) -> 
 
     threading.Thread(target=run, name="rlframe-line", daemon=True).start()
     return address
+
+
+def bound() -> tuple[tempfile.TemporaryDirectory[str], socket.socket, str] | None:
+    """Returns a socket with its address, and the folder of its own in which that is: the system's for temporary files,
+    or in /tmp where the path would be too long for a socket. None if neither can have one."""
+    for place in (None, "/tmp"):
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="rlframe-", dir=place)
+            try:
+                listener.bind(address := f"{folder.name}/line")
+            except OSError:
+                folder.cleanup()
+                raise
+        except OSError:
+            listener.close()
+            continue
+        return folder, listener, address
+    return None
 
 
 def messages(connection: socket.socket) -> Iterator[bytes]:

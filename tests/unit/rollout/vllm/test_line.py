@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlframe.rollout.vllm.fetch import Wanted
-from rlframe.rollout.vllm.line import Line, answering, by_line
+from rlframe.rollout.vllm.line import Line, answering, bound, by_line
 
 CPU = torch.device("cpu")
 
@@ -50,8 +50,16 @@ def test_once_a_worker_is_gone_vllm_is_asked(tmp_path: Path):
     assert [answers[1] for answers in asyncio.run(ask())] == [b"of the other rank"] * 2
 
 
-def test_a_folder_whose_path_is_too_long_for_a_socket_has_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = tmp_path / ("long" * 40)
-    folder.mkdir()
+@pytest.mark.parametrize("name", ["long" * 40, "nowhere"])
+def test_a_temporary_folder_that_takes_no_socket_is_passed_over(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / name
+    if name != "nowhere":
+        folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert answering(names, CPU) == "" and not any(folder.iterdir())
+    found = bound()
+    assert found is not None and found[2].startswith("/tmp/rlframe-")
+    found[1].close()
+    found[0].cleanup()
+    assert not folder.exists() or not any(folder.iterdir())

@@ -74,14 +74,16 @@ def test_a_dense_model_gets_the_weights_by_a_reload(kind: Kind, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", [param("vllm")])
-def test_a_worker_with_a_process_of_its_own_gets_the_weights_and_samples_the_same(kind: Kind, folder: Path):
+def test_a_worker_with_a_process_of_its_own_gets_the_weights_and_samples_the_same(kind: Kind, tmp_path: Path):
+    # Without experts, whose routes are not asked for beside steps.
+    folder = make("qwen3", tmp_path)
     weights = load_file(folder / "model.safetensors")
     new = perturbed(weights, seed=5)
     requests = make_requests(2, group_size=2, sampling=SamplingParams(temperature=0.8, max_tokens=12))
     found = []
     for apart in (False, True):
         engine = kind.start(folder, worker_process=apart)
-        assert bool(engine._line) == apart, "its records are asked beside its steps"
+        assert bool(engine._line) == apart
         trainer, _, sync = synced(engine, weights)
         trainer.train(new)
         sync.publish(version=1)

@@ -182,7 +182,7 @@ class RolloutWorker(Worker, EngineWorker):
         from rlframe.models.hub import resolve
 
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
-        early = {"early": self._early} if self._early else {}
+        early, self._early = {"early": self._early} if self._early else {}, None
         engine_class.prepare(setup.rollout, folder=resolve(setup.model), device=setup.device.value, **early)
 
     def start(self, setup: RolloutSetup) -> list[tuple[int, float]]:
@@ -191,6 +191,9 @@ class RolloutWorker(Worker, EngineWorker):
 
         from rlframe.models.hub import resolve
 
+        if self._early:
+            # The actor of an engine that is restarted is not asked to prepare.
+            self.prepare(setup)
         engine_class, _ = find("rlframe.rollout", setup.rollout.name, key="rollout.name")
         cuda = setup.device is Device.CUDA
         if cuda:

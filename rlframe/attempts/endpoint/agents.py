@@ -66,6 +66,7 @@ class Agents:
             is_over = False
             try:
                 await session.run(endpoint)
+                desk.begin()
                 step = await self._until_over(session, desk)
                 # The last call of an agent that has ended is answered, or nobody waits for it.
                 is_over = True

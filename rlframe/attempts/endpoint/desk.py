@@ -60,6 +60,10 @@ class Desk:
         """Returns whether there was a response."""
         return bool(self._conversation.num_answered)
 
+    def begin(self) -> None:
+        """Counts from now on for how long no call has been under way: the agent has begun."""
+        self._idle_since = time.monotonic()
+
     async def answer(self, asked: Asked) -> Said:
         """Returns what the policy says. The engine forgets the call if the wait is cancelled.
 

@@ -1,0 +1,115 @@
+"""Limits of agents, in simulated time: which one of them ends an attempt, and on whose account."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlframe.attempts.endpoint import desk
+from rlframe.attempts.endpoint.agents import Agents
+from rlframe.attempts.endpoint.asked import Asked
+from rlframe.attempts.endpoint.desk import Desk
+from rlframe.attempts.rendering.config import RenderingConfig
+from rlframe.attempts.rendering.renderer import Renderer
+from rlframe.attempts.sessions.calls import SessionFailed, Trouble
+from rlframe.attempts.turns import Hosted, Task
+from rlframe.data.config import DataConfig
+from rlframe.environments.base import Endpoint, Step
+from rlframe.environments.config import EnvironmentConfig, Verdict
+from rlframe.types.input import ModelInput
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Group, SamplingParams
+from tests.unit.attempts.endpoint.bench import END, QUESTION, Scripted, load_words
+from tests.unit.attempts.simulated.clock import simulated
+
+LIMIT_S = 60.0
+Look = Callable[[Desk, int], Awaitable[Step | None]]
+
+
+class Sessions:
+    """A pool of one session and a server of one endpoint, without processes and sockets."""
+
+    def __init__(self, look: Look, *, opens_s: float):
+        self._look, self._opens_s, self._looks = look, opens_s, 0
+
+    async def open(self, first: Any, *, seed: int, alone: bool | None = None) -> Any:
+        if isinstance(first, Desk):
+            self._desk = first
+            return 1, Endpoint(url="http://127.0.0.1:1/v1", key="", seed=seed)
+        await asyncio.sleep(self._opens_s)
+        return self
+
+    async def run(self, endpoint: Endpoint) -> None:
+        pass
+
+    async def look(self, *, wait_s: float) -> Step | None:
+        await asyncio.sleep(wait_s)
+        self._looks += 1
+        return await self._look(self._desk, self._looks)
+
+    async def close(self, number: int = 0) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+def ask(**settings: Any) -> Asked:
+    fields = {"messages": [QUESTION], "tools": [], "max_tokens": None, "stop": (), "stream": False, "model": ""}
+    return Asked(**{**fields, **settings})
+
+
+def judged(look: Look, monkeypatch: pytest.MonkeyPatch, *, opens_s: float = 0.0) -> Verdict:
+    """The verdict on an attempt whose agent does at each look of its process what `look` does."""
+    words = load_words()
+    engine = Scripted(words, lambda before: "yes" + END)
+    prompt = Prompt(id="p", messages=(QUESTION,), text="", input=ModelInput((1, 2)))
+    task = Task(group=Group.begin("0", prompt, 1), sampling=SamplingParams(max_tokens=20), step=1).begun()
+    ((rollout, progress),) = task.pairs()
+    hosted = Hosted(
+        task=task,
+        rollout=rollout,
+        progress=progress,
+        sample=engine.sample,
+        seed=lambda turn: 0,
+        most=100,
+        count=lambda event: None,
+    )
+
+    async def run() -> Verdict:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(desk, "time", SimpleNamespace(monotonic=loop.time, time=loop.time))
+        sessions: Any = Sessions(look, opens_s=opens_s)
+        server: Any = SimpleNamespace(open=sessions.open, close=lambda number: None)
+        agents = Agents(
+            pool=sessions,
+            server=server,
+            language=Renderer(words, RenderingConfig(), data=DataConfig()),
+            decode=str,
+            config=EnvironmentConfig(name="endpoint", step_timeout_s=LIMIT_S),
+            places=asyncio.Semaphore(1),
+        )
+        return await agents.attempt(hosted)
+
+    return simulated(run())
+
+
+def test_the_time_in_which_a_session_begins_is_not_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(desk: Desk, looks: int) -> Step | None:
+        if looks < 3:
+            return None
+        await desk.answer(ask())
+        return Step(done=True, reward=1.0)
+
+    assert judged(look, monkeypatch, opens_s=2 * LIMIT_S) is Verdict.TRAIN
+
+
+def test_an_agent_that_is_without_a_call_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(desk: Desk, looks: int) -> Step | None:
+        return None
+
+    with pytest.raises(SessionFailed) as caught:
+        judged(look, monkeypatch)
+    assert caught.value.trouble is Trouble.TOOK_TOO_LONG

@@ -74,8 +74,8 @@ class Agents:
             finally:
                 if not is_over:
                     session.abandon()
-        except SessionFailed:
-            if desk.limit is None:
+        except SessionFailed as failure:
+            if desk.limit is None or failure.trouble is Trouble.NEIGHBOUR:
                 raise
             # It did not take the refusal well.
             step = Step(done=True, verdict=self.config.on_limit)

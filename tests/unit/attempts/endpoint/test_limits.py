@@ -9,7 +9,7 @@ import pytest
 
 from rlframe.attempts.endpoint import desk
 from rlframe.attempts.endpoint.agents import Agents
-from rlframe.attempts.endpoint.asked import Asked
+from rlframe.attempts.endpoint.asked import Asked, Refused
 from rlframe.attempts.endpoint.desk import Desk
 from rlframe.attempts.rendering.config import RenderingConfig
 from rlframe.attempts.rendering.renderer import Renderer
@@ -113,3 +113,23 @@ def test_an_agent_that_is_without_a_call_for_too_long_is_ended(monkeypatch: pyte
     with pytest.raises(SessionFailed) as caught:
         judged(look, monkeypatch)
     assert caught.value.trouble is Trouble.TOOK_TOO_LONG
+
+
+@pytest.mark.parametrize("trouble", [Trouble.NEIGHBOUR, Trouble.RAISED])
+def test_a_refused_call_is_no_reason_for_the_end_of_a_process(
+    trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that fails after a limit has met the limit. One whose process ends under it has done nothing."""
+
+    async def look(desk: Desk, looks: int) -> Step | None:
+        await desk.answer(ask())
+        with pytest.raises(Refused, match="at most 100 tokens"):
+            await desk.answer(ask(messages=[{"role": "user", "content": "x" * 100}]))
+        raise SessionFailed(trouble, "its process was ended")
+
+    if trouble is Trouble.RAISED:
+        assert judged(look, monkeypatch) is Verdict.TRAIN
+        return
+    with pytest.raises(SessionFailed) as caught:
+        judged(look, monkeypatch)
+    assert caught.value.trouble is Trouble.NEIGHBOUR

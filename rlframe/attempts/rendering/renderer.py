@@ -217,7 +217,7 @@ class Renderer:
         if self._style is not None:
             thought = self._style.split(turn.marked, is_open=is_open)
             reasoning, rest = thought.reasoning, thought.rest
-        parts = self._format.parts(rest, offered)
+        parts = self._format.parts(rest, offered) if offered else self._format.plain(rest)
         reply = _reply(parts, reasoning, turn, ids, offered)
         if "tool_calls" in reply.message and (refusal := self._refusal(reply.message, tools)):
             why = f"the chat template cannot write this turn: {refusal.__cause__ or refusal!s:.200}"

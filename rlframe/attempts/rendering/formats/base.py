@@ -47,6 +47,10 @@ class Format(ABC):
             tools: the offered tools by name, whose schemas tell the types of values that are written bare.
         """
 
+    def plain(self, text: str) -> list[Part]:
+        """Returns a turn to which no tool was offered: all of it is text, whatever it reads like."""
+        return [text]
+
 
 class NoCalls(Format):
     """Stands for a template that has no calls: all is text."""

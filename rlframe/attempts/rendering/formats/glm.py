@@ -38,6 +38,10 @@ class Glm(Format):
             at = end
         return trimmed([*found, text[at:]])
 
+    def plain(self, text: str) -> list[Part]:
+        """See Format.plain. A line feed before the text is the template's."""
+        return [text.strip("\n")]
+
     def _read(self, inside: str, text: str, tools: Mapping[str, Tool]) -> Call:
         name, key, rest = inside.partition(KEY)
         name, body = name.strip(), key + rest

@@ -38,6 +38,10 @@ class Harmony(Format):
                 found.append(body)
         return trimmed(found)
 
+    def plain(self, text: str) -> list[Part]:
+        """See Format.plain. Every message has a header, so that one to a tool is told from the content here too."""
+        return self.parts(text, {})
+
     def _read(self, whole: str, recipient: str, body: str) -> Call:
         if not recipient.startswith(PREFIX):
             return Call(text=whole, fault=f"there is no recipient {recipient!r:.80}; tools are {PREFIX}NAME")

@@ -143,6 +143,22 @@ def test_malformed_calls_stay_in_the_content_and_say_why() -> None:
     assert [one.why for one in reply.malformed] == ["add needs the argument 'a'"]
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (CALLING, 'So:\n<tool_call>{"name": "sub", "arguments": {}}</tool_call>\nwait'),
+        (
+            PLAIN + "{# [TOOL_CALLS] #}",
+            '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": 1}}]',
+        ),
+    ],
+)
+def test_without_tools_all_is_text(template: str, said: str) -> None:
+    """As of an agent that has told the policy of its tools in words, and reads the calls by itself."""
+    reply = renderer_with(template).parse(ids_of(said))
+    assert (reply.message, reply.malformed) == ({"role": "assistant", "content": said}, ())
+
+
 def test_a_turn_that_the_template_refuses_is_malformed() -> None:
     single = CALLING + (
         "{% for message in messages %}{% if message.tool_calls | length > 1 %}"

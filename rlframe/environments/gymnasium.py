@@ -121,7 +121,7 @@ class Gymnasium(Stepping):
             action = value
         else:
             try:
-                action = space.from_jsonable([value])[0]
+                action = from_json(space, value)
             except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):
                 raise InvalidAction(f"{text!r:.80} is no action of {space}") from None
         if space is not None and not space.contains(action):
@@ -143,6 +143,20 @@ class Gymnasium(Stepping):
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def from_json(space: Any, value: Any) -> Any:
+    """Returns the action that a JSON value is in a space.
+
+    The package reads whole numbers without their fractions.
+
+    Raises:
+        TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError: it is none.
+    """
+    action = space.from_jsonable([value])[0]
+    if np.asarray(action).dtype.kind in "iu" and not np.array_equal(action, value):
+        raise ValueError("it must be of whole numbers")
+    return action
 
 
 def measured(name: str, value: Any) -> float:

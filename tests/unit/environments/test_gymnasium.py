@@ -98,6 +98,12 @@ def test_numbers_of_a_space_are_written_as_json() -> None:
     assert steps[-1].done and steps[-1].metrics["truncated"] == 1.0 and steps[-1].reward < 0
 
 
+def test_half_a_number_is_none_of_the_whole_ones() -> None:
+    _, steps = played(made(**LAKE), prompt(), ["1.7", "1"])
+    assert steps[0].messages[0]["content"] == "Error: '1.7' is no action of Discrete(4)"
+    assert steps[1].messages[0]["content"] == "4"
+
+
 def test_a_seed_begins_alike() -> None:
     session = {"id": "CartPole-v1"}
     begun = [played(made(**session), prompt(), [])[0] for _ in range(2)]

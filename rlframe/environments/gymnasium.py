@@ -148,11 +148,18 @@ class Gymnasium(Stepping):
 def from_json(space: Any, value: Any) -> Any:
     """Returns the action that a JSON value is in a space.
 
-    The package reads whole numbers without their fractions.
+    The package reads whole numbers without their fractions, and batches of composed actions only.
 
     Raises:
         TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError: it is none.
     """
+    kind = type(space).__name__
+    if kind == "Dict":
+        if set(value) != set(space.spaces):
+            raise ValueError(f"it must have {', '.join(space.spaces)}")
+        return {name: from_json(inner, value[name]) for name, inner in space.spaces.items()}
+    if kind == "Tuple":
+        return tuple(from_json(inner, each) for inner, each in zip(space.spaces, value, strict=True))
     action = space.from_jsonable([value])[0]
     if np.asarray(action).dtype.kind in "iu" and not np.array_equal(action, value):
         raise ValueError("it must be of whole numbers")

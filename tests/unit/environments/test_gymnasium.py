@@ -1,6 +1,7 @@
 """Environments with gymnasium's interface: the package's own ones, and a class in a file."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,36 @@ def test_numbers_of_a_space_are_written_as_json() -> None:
     assert opened[0]["content"].startswith("[")
     assert [step.metrics["invalid_actions"] for step in steps] == [0.0, 1.0, 2.0, 3.0, 3.0]
     assert steps[-1].done and steps[-1].metrics["truncated"] == 1.0 and steps[-1].reward < 0
+
+
+PARTS = """
+import gymnasium
+
+class Parts:
+    spaces = gymnasium.spaces
+    whole = spaces.Discrete(3)
+    action_space = spaces.Dict({"go": whole, "far": spaces.Tuple([whole, spaces.Box(0, 1)]), "say": spaces.Text(5)})
+
+    def reset(self, *, seed=None, options=None):
+        return "begin", {}
+
+    def step(self, action):
+        go, (steps, share) = action["go"], action["far"]
+        return f"{go} {steps} {share} {action['say']}", 0.0, False, False, {}
+
+    def close(self):
+        pass
+"""
+
+
+def test_an_action_of_several_parts_is_an_object_or_a_list(tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(PARTS)
+    session = made(id=f"{tmp_path}/parts.py:Parts", max_invalid=9)
+    right = {"go": 2, "far": [1, [0.5]], "say": "hi"}
+    wrong = [{"go": 2}, {**right, "more": 1}, {**right, "far": [1]}, {**right, "far": [0.5, [0.5]]}, [right]]
+    _, steps = played(session, prompt(), [json.dumps(each) for each in (right, *wrong)])
+    assert steps[0].messages[0]["content"] == "2 1 [0.5] hi"
+    assert steps[-1].metrics["invalid_actions"] == len(wrong)
 
 
 def test_half_a_number_is_none_of_the_whole_ones() -> None:

@@ -61,12 +61,11 @@ class Tags(Style):
         return prompt.rstrip().endswith(self.opening + self.label)
 
     def split(self, text: str, *, is_open: bool) -> Thought:
-        """See Style.split. Reasoning that has not ended is all reasoning."""
-        body = text.lstrip()
-        begun = body.startswith(self.opening)
-        before, closed, after = text.partition(self.closing)
-        if not (closed or begun or is_open):
+        """See Style.split. Reasoning that has not ended is all reasoning. An end without a beginning is text, such as
+        that of an argument."""
+        if not (is_open or text.lstrip().startswith(self.opening)):
             return Thought(reasoning="", rest=text)
+        before, _, after = text.partition(self.closing)
         if before.lstrip().startswith(self.opening):
             before = before.lstrip().removeprefix(self.opening).removeprefix(self.label)
         return Thought(reasoning=before.strip("\n"), rest=after.lstrip("\n"))

@@ -200,6 +200,7 @@ def test_a_value_that_may_be_text_or_a_number_is_what_it_reads_like() -> None:
         ("think", "<think>so", False, "so", ""),
         ("think", "so", True, "so", ""),
         ("think", "yes", False, "", "yes"),
+        ("think", 'write("</think>")', False, "", 'write("</think>")'),
         ("think", "<think>\n\n</think>\n\nyes", False, "", "yes"),
         ("brackets", "[THINK]so[/THINK]yes", False, "so", "yes"),
         ("gemma", "<|channel>thought\nso\n<channel|>yes", False, "so", "yes"),

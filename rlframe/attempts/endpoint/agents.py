@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlframe.attempts.endpoint.desk import Desk
 from rlframe.attempts.endpoint.server import Server
@@ -119,4 +119,6 @@ class Agents:
         rollout.numbers = {**rollout.numbers, **step.metrics}
         if step.reward and desk.was_answered:
             rollout.credit(step.reward)
+            *others, last = rollout.records
+            rollout.records = (*others, replace(last, reward=step.reward))
         return step.verdict

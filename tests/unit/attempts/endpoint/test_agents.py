@@ -190,6 +190,7 @@ def test_each_agent_is_one_attempt_whatever_it_does(words: PreTrainedTokenizerBa
     (rollout,) = ended["good"].group.rollouts
     assert [len(rollout.turns), rollout.text, len(rollout.messages)] == [2, "yes", 4]
     assert rollout.finish_reason is FinishReason.STOP and rollout in bench.judged
+    assert [record.reward for record in rollout.records] == [0.0, 1.0]
     assert ended["says_more"].group.rollouts[0].numbers.keys() == {"seed"}
     assert len(ended["calls_twenty_times_at_once"].group.rollouts) == 20
     assert ended["heeds_the_limit"].group.rollouts[-1].finish_reason is FinishReason.LENGTH

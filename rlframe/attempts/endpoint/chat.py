@@ -32,6 +32,14 @@ UNSUPPORTED = {
     "function_call": (("none", "auto"), "use tool_choice"),
     "audio": ((), "the policy writes text"),
     "modalities": ((["text"],), "the policy writes text"),
+    # What other servers take besides, which clients send as `extra_body`.
+    "best_of": ((1,), "the run samples, and takes what was sampled"),
+    "prompt_logprobs": ((0,), "the run records logprobs itself"),
+    "continue_final_message": ((False,), "it is the policy's turn"),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        ((), "nothing but the policy decides what is sampled"),
+    ),
 }
 IGNORED: dict[str, tuple[Any, ...]] = {
     "temperature": (),
@@ -46,6 +54,10 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
     "reasoning_effort": (),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "chat_template_kwargs": ({},),
 }
 """Parameters of sampling, which the run decides, with the values that ask for nothing."""
 

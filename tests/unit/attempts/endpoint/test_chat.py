@@ -146,6 +146,22 @@ def test_the_run_decides_how_is_sampled_and_the_agent_where_it_ends(words: PreTr
     ]
 
 
+OTHERS: dict[str, Any] = {
+    "chat_template_kwargs": {"enable_thinking": False},
+    "stop_token_ids": [1],
+    "min_tokens": 2,
+    "ignore_eos": True,
+}
+"""Parameters of other servers, which clients send as `extra_body`."""
+
+
+def test_what_other_servers_take_besides_is_not_ignored_in_silence() -> None:
+    assert set(chat.read({"messages": [QUESTION], **OTHERS}).ignored) == OTHERS.keys()
+    for name in ("guided_json", "structured_outputs"):
+        with pytest.raises(Refused, match="nothing but the policy decides"):
+            chat.read({"messages": [QUESTION], name: {"type": "object"}})
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "n": ({"n": 2}, "n=2 is not supported"),
     "logprobs": ({"logprobs": True}, "the run records them itself"),

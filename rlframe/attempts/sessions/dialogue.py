@@ -30,9 +30,9 @@ class SessionDialogue:
         start, end = rollout.turns[-1]
         sampled, before = rollout.token_ids[start:end].tolist(), rollout.messages
         reply = self._language.parse(sampled, self._tools, prompt=rollout.token_ids[:start].tolist())
-        if rollout.finish_reason is FinishReason.LENGTH:
-            return Answer(cut_off=True, messages=[reply.message])
         malformed = tuple(each.why for each in reply.malformed)
+        if rollout.finish_reason is FinishReason.LENGTH:
+            return Answer(cut_off=True, messages=[reply.message], malformed=malformed)
         turn = Turn(message=reply.message, text=rollout.text, finish_reason=rollout.finish_reason, malformed=malformed)
         step = await self._session.step(turn)
         answer = Answer(

@@ -28,7 +28,8 @@ def test_each_turn_says_how_it_and_its_calls_ended(words: PreTrainedTokenizerBas
 
     def policy(before: str) -> str:
         turns = before.count("<|assistant|>")
-        return [right + wrong + right, "<tool_call>{no</tool_call>", "2"][turns - 1] + "<|end|>" * (turns < 3)
+        no = "<tool_call>{no</tool_call>"
+        return [right + wrong + right, no, no + right][turns - 1] + "<|end|>" * (turns < 3)
 
     config = EnvironmentConfig(
         name="tools", options={**CALCULATOR.options, "max_calls_per_turn": 2}, workers=1, max_tokens=1000
@@ -38,6 +39,8 @@ def test_each_turn_says_how_it_and_its_calls_ended(words: PreTrainedTokenizerBas
     first, second, third = rollout.records
     assert (first.finish_reason, first.calls, first.malformed) == ("stop", ("done", "failed", "not_done"), ())
     assert (second.finish_reason, second.calls) == ("stop", ()) and len(second.malformed) == 1
+    # The last one reached its limit, so that its calls were not made. Those that cannot be read are known all the same.
+    assert (third.calls, len(third.malformed)) == ((), 1)
     assert third.finish_reason == "length" and rollout.ending == "cut_off" and rollout.num_turns == 3
 
 

@@ -39,7 +39,7 @@ class Mistral(Format):
                     return [Call(text=whole, fault="nothing may follow the list of calls")]
                 if not values:
                     return [Call(text=whole, fault="the list has no call")]
-                texts = [whole if len(values) == 1 else f"{TAG}[{index}]" for index in range(len(values))]
+                texts = [whole] if len(values) == 1 else _texts(body, len(values))
                 return [call_of(value, text) for value, text in zip(values, texts, strict=True)]
             if not (head := HEAD.match(body)):
                 return [Call(text=whole, fault=f"a call must be {TAG}NAME{ARGS} and a JSON object")]
@@ -49,6 +49,18 @@ class Mistral(Format):
         if body[end:].strip():
             return [Call(text=whole, fault="nothing may follow the arguments of a call")]
         return [Call(text=whole, name=head[1], arguments=value, id=head[2])]
+
+
+def _texts(body: str, count: int) -> list[str]:
+    """Returns the calls of a list of `count` as the policy would have written each alone."""
+    found, at = [], body.index("[") + 1
+    for _ in range(count):
+        start = after_space(body, at)
+        _, end = read_object(body, start)
+        found.append(f"{TAG}[{body[start:end]}]")
+        # Behind the comma.
+        at = after_space(body, end) + 1
+    return found
 
 
 FORMAT = Mistral

@@ -147,6 +147,13 @@ def test_a_call_is_compared_with_the_tools(call: Call, why: str) -> None:
     assert (why in fault_of(call, TOOLS)) if why else fault_of(call, TOOLS) == ""
 
 
+def test_each_call_of_a_list_has_its_own_text() -> None:
+    wrong, right = '{"name": "sub", "arguments": {"x": [1, 2]}}', '{"name": "add", "arguments": {"a": 1}}'
+    parts = find_format("mistral")().parts(f"[TOOL_CALLS] [ {wrong} , {right}]", TOOLS)
+    texts = [part.text for part in parts if isinstance(part, Call)]
+    assert texts == [f"[TOOL_CALLS][{wrong}]", f"[TOOL_CALLS][{right}]"]
+
+
 def test_bare_values_have_the_type_of_their_schema() -> None:
     # `note` is a text, whatever it reads like; `a` is none, so 1 is a number; of `deep` nothing but JSON is an object.
     text = "<tool_call>add<arg_key>{}</arg_key><arg_value>{}</arg_value></tool_call>"

@@ -5,7 +5,7 @@ rollout. The sampler writes them here instead, and the engine fetches those of a
 """
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,8 @@ NOT_RECORDED = (0, -1)
 """Row and number of a request that has none."""
 FIRST_WIDTH = 256
 """Number of tokens of a response for which a record has memory at first."""
+MOST_TAKEN = 1 << 16
+"""Number of requests, those that were taken last, that do not begin again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,14 @@ class TokenRecord:
         self._logprobs = np.zeros((num_rows, FIRST_WIDTH), dtype=np.float32)
         self._steps: deque[Step] = deque()
         self._num_begun = 0
+        self._taken: OrderedDict[str, None] = OrderedDict()
 
     def begin(self, key: str) -> tuple[int, int]:
-        """Returns the row and the number of a request, new ones if it has none."""
+        """Returns the row and the number of a request, new ones if it has none. NOT_RECORDED if it was taken: vLLM may
+        have begun a step with it before it learned that the request had ended, and nobody would take it again."""
         with self._lock:
+            if key in self._taken:
+                return NOT_RECORDED
             if key not in self._rows:
                 if not self._free:
                     self._grow(rows=len(self._owners))
@@ -99,6 +105,9 @@ class TokenRecord:
         """Returns the first `count` tokens of a request and their logprobs, fewer if it has not as many, and frees its
         row."""
         with self._lock:
+            self._taken[key] = None
+            if len(self._taken) > MOST_TAKEN:
+                self._taken.popitem(last=False)
             row = self._rows.pop(key, None)
             if row is None:
                 return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)

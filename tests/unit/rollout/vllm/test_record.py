@@ -71,6 +71,19 @@ def test_a_step_of_a_request_before_does_not_reach_the_next_one_in_its_row():
     assert took(record, "b") == [6]
 
 
+def test_a_request_that_was_taken_has_no_record_when_a_step_begins_with_it():
+    """It was aborted before its first step, or vLLM has preempted it when a stop string ends it."""
+    record = TokenRecord(1)
+    assert took(record, "waiting") == []
+    assert record.begin("waiting") == NOT_RECORDED
+    a = record.begin("a")
+    step(record, (a, 0, 5))
+    assert took(record, "a", 1) == [5]
+    again = record.begin("a")
+    step(record, (again, 1, 6))
+    assert again == NOT_RECORDED and len(record) == 0
+
+
 def test_nothing_follows_a_token_that_is_missing():
     record = TokenRecord(1)
     a = record.begin("a")

@@ -48,6 +48,8 @@ SYSTEM_KEYS = ("system", "system_prompt")
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
 OF_MESSAGES = ("completion", "response")
 """Fields of the response that may hold a list of messages."""
+PARTS = ("context", "input", "history")
+"""Keys of a part of the prompt beside its text. An instruction has the last two in it."""
 UNREAD_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*\Z")
 
@@ -250,10 +252,26 @@ def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]
             f"write what it says in its place; if it is the prompt, name the field with {_setting('prompt_key')}"
         )
     if isinstance(value, str) and value.strip():
-        return _alpaca(record) if key == "instruction" else [{"role": "user", "content": value}]
+        messages = _alpaca(record) if key == "instruction" else [{"role": "user", "content": value}]
+        if prompt_key is None:
+            _check_parts(record, key, value)
+        return messages
     raise DataError(
         f"{record.where}: expected {key!r} to be text or a list of messages, found {type(value).__name__} {value!r:.60}"
     )
+
+
+def _check_parts(record: Record, key: str, prompt: str) -> None:
+    """Raises DataError if a part of the prompt stands beside its text, in the field `key`, and would be left out."""
+    for name in PARTS[:1] if key == "instruction" else PARTS:
+        value = record.fields.get(name)
+        beside = value.strip() not in prompt if isinstance(value, str) else name == "history" and value not in NONE
+        if beside:
+            raise DataError(
+                f"{record.where}: expected the whole prompt in {key!r}, found {name!r} beside it, which would be left "
+                f"out: {value!r:.60}; write it into {key!r}, or, if it is no part of the prompt, name the field with "
+                f"{_setting('prompt_key')}"
+            )
 
 
 def message_list(record: Record, key: str, turns: list[Any]) -> list[Message]:

@@ -253,6 +253,30 @@ def test_a_record_that_cannot_be_understood_is_named(fields: dict, config: dict,
         understand(Record(fields=fields, source="train.jsonl", where="train.jsonl:3"), DataConfig(**config))
 
 
+CONTEXT = "Ada was born in 1815."
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        # As Dolly's records have it, and those of questions about a table or a passage.
+        ({"instruction": "When was she born?", "context": CONTEXT, "response": "1815"}, "context"),
+        ({"question": "When was she born?", "context": CONTEXT, "answer": "1815"}, "context"),
+        ({"prompt": "When was she born?", "input": CONTEXT, "output": "1815"}, "input"),
+        ({"question": "And she?", "history": [["When was Byron born?", "1788"]], "response": "1815"}, "history"),
+    ],
+)
+def test_a_part_of_the_prompt_beside_it_is_not_left_out_in_silence(fields: dict, name: str) -> None:
+    record = Record(fields=fields, source="s", where="s:1")
+    with pytest.raises(DataError, match=f"s:1: expected the whole prompt in .*, found '{name}' beside it, .* left out"):
+        understand(record, DataConfig())
+    # Who names the field says that it is the prompt, and who has written the part into it has left nothing out.
+    key = next(iter(fields))
+    assert understand(record, DataConfig(prompt_key=key)).prompt[0]["content"] == fields[key]
+    whole = {**fields, key: f"{CONTEXT}\n{fields[key]}", "history": []}
+    assert understand(Record(fields=whole, source="s", where="s:1"), DataConfig()).prompt[0]["content"] == whole[key]
+
+
 @pytest.mark.parametrize("name", ["alpaca_en_demo", "identity", "kto_en_demo", "dpo_en_demo"])
 def test_every_record_of_the_public_demo_files_is_understood(shared_data: Path, name: str) -> None:
     for record in read(str(shared_data / "llamafactory" / f"{name}.json"), max_bytes=1e6):

@@ -83,7 +83,7 @@ class DataConfig:
     last_turn_only: bool = False
     """Whether only the assistant's last turn of a conversation is learned. Otherwise every turn of the assistant is,
     except in a `prompt` that stands apart from its response. A message can override both: its `weight` is the weight of
-    its tokens relative to the others', and 0 masks them."""
+    its tokens relative to the others', and 0 masks them, as `train: false` and `loss: false` do."""
     text_layout: TextLayout = TextLayout.JOINED
     """Way in which the raw text of pre-training becomes sequences."""
     labels: list[str] | None = None

@@ -19,7 +19,15 @@ import torch
 from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
 from rlframe.data.records import Record, is_number
-from rlframe.data.text.conversations import PROMPT_KEYS, message, message_list, prompt_messages, text_of, with_system
+from rlframe.data.text.conversations import (
+    PROMPT_KEYS,
+    WEIGHT_KEYS,
+    message,
+    message_list,
+    prompt_messages,
+    text_of,
+    with_system,
+)
 from rlframe.data.text.tool_calls import Tool, tools_of
 from rlframe.data.text.turns import Tokens, encode_turns
 from rlframe.data.training import TrainingSource, packed
@@ -217,8 +225,8 @@ def _prompt(record: Record, config: DataConfig) -> Turns:
 def _turns(record: Record, key: str, value: Any) -> Turns:
     """Returns a response, or a whole conversation, as text, one message or a list of them."""
     for turn in value if isinstance(value, list) else [value]:
-        said = {name: turn.get(name) for name in ("weight", "train")} if isinstance(turn, dict) else {}
-        if weights := [value for value in said.values() if value not in (None, 1)]:
+        said = [turn.get(name) for name in WEIGHT_KEYS] if isinstance(turn, dict) else []
+        if weights := [value for value in said if value not in (None, 1)]:
             raise DataError(
                 f"{record.where}: expected no weight on a message of {key!r}, which counts as a whole, found "
                 f"{weights[0]!r:.60}; remove it"

@@ -50,6 +50,10 @@ OF_MESSAGES = ("completion", "response")
 """Fields of the response that may hold a list of messages."""
 PARTS = ("context", "input", "history")
 """Keys of a part of the prompt beside its text. An instruction has the last two in it."""
+WEIGHT_KEYS = ("weight", "train", "loss")
+"""Keys of a message's weight. The second is axolotl's, the third ms-swift's; both say true or false."""
+UNREAD_WEIGHT_KEYS = ("loss_scale", "train_detail")
+"""Keys with which ms-swift's and axolotl's messages weigh a part of their text."""
 UNREAD_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*\Z")
 
@@ -212,13 +216,17 @@ def _weights_of(record: Record, key: str, turns: list[Any]) -> list[float | None
     """Returns the weights that the messages in the list at the field `key` say."""
     weights: list[float | None] = [None] * len(turns)
     for index, turn in enumerate(turns):
-        name, weight = "weight", turn.get("weight")
-        if weight is None:
-            # As axolotl's records say it.
-            name, weight = "train", turn.get("train")
-            weight = int(weight) if isinstance(weight, bool) else weight
-        if weight is None:
+        if unread := next((name for name in UNREAD_WEIGHT_KEYS if turn.get(name) not in NONE), None):
+            raise DataError(
+                f"{record.where}: expected {key}[{index}] to say its weight as 'weight', found {unread!r}, which "
+                "rlframe does not read"
+            )
+        name = next((name for name in WEIGHT_KEYS if turn.get(name) is not None), None)
+        if name is None:
             continue
+        weight = turn[name]
+        if isinstance(weight, bool) and name != "weight":
+            weight = int(weight)
         where = f"{record.where}: expected {key}[{index}].{name}"
         if not is_number(weight) or weight < 0:
             raise DataError(f"{where} to be a number of at least 0, found {weight!r:.60}")

@@ -93,13 +93,23 @@ def test_a_message_counts_by_its_weight_and_a_weight_of_zero_masks_it(tokenizer:
     assert tokens.weights[tokens.weights > 0].tolist() == [0.25, 0.25, 1.0, 1.0]
 
 
-def test_a_message_that_says_whether_it_is_trained_on_is_heard(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize("key", ["train", "loss"])
+def test_a_message_that_says_whether_it_is_trained_on_is_heard(tokenizer: PreTrainedTokenizerFast, key: str) -> None:
+    # The first is axolotl's word for it, the second ms-swift's.
     messages: list[dict] = [{"role": role, "content": text} for role, text in TALK]
-    messages[0]["train"], messages[1]["train"], messages[3]["train"] = False, False, True
+    messages[0][key], messages[1][key], messages[3][key] = False, False, True
     tokens = example_of(tokenizer, {"messages": messages})
     assert marked(tokens, tokenizer).count("[") == len("df") + 2
-    messages[0]["train"] = True
-    with pytest.raises(DataError, match=r"s:1: expected messages\[0\].train to be on a message of the assistant"):
+    messages[0][key] = True
+    with pytest.raises(DataError, match=rf"s:1: expected messages\[0\].{key} to be on a message of the assistant"):
+        understand(Record(fields={"messages": messages}, source="s", where="s:1"), DataConfig())
+
+
+@pytest.mark.parametrize(("key", "value"), [("loss_scale", [0.5]), ("train_detail", [{"begin_offset": 0}])])
+def test_a_weight_of_a_part_of_a_message_is_refused(key: str, value: object) -> None:
+    messages: list[dict] = [{"role": role, "content": text} for role, text in TALK]
+    messages[1][key] = value
+    with pytest.raises(DataError, match=rf"s:1: expected messages\[1\] to say its weight as 'weight', found '{key}'"):
         understand(Record(fields={"messages": messages}, source="s", where="s:1"), DataConfig())
 
 

@@ -105,6 +105,7 @@ TURN = {"role": "assistant", "content": "y", "weight": 0.5}
         (PreferenceSource, {"prompt": "q", "chosen": [TURN], "rejected": "n"}),
         (PreferenceSource, {"prompt": "q", "chosen": "y", "rejected": TURN}),
         (PreferenceSource, {"prompt": "q", "chosen": [TURN | {"weight": None, "train": False}], "rejected": "n"}),
+        (PreferenceSource, {"prompt": "q", "chosen": "y", "rejected": [TURN | {"weight": None, "loss": False}]}),
     ],
 )
 def test_a_weight_on_what_is_compared_as_a_whole_is_refused(kind: type[TrainingSource], fields: dict) -> None:

@@ -1,5 +1,6 @@
 """Converts the turns of a conversation to tokens, and marks the learned ones."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +16,9 @@ from rlframe.data.text.tool_calls import Tool
 from rlframe.types.messages import Message
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
 from rlframe.utils.errors import DataError
+
+TAGS = re.compile("</?think>")
+"""Tags of reasoning in a content, which templates write as theirs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,8 +82,8 @@ def encode_turns(
         weights: one per message, 0.0 on messages that are not the assistant's; at least one is above 0.
 
     Raises:
-        DataError: names `where`: a template that refuses the conversation, does not read its reasoning, or opens a turn
-            otherwise than it writes it.
+        DataError: names `where`: a template that refuses the conversation, does not read its reasoning, leaves out what
+            is learned, or opens a turn otherwise than it writes it.
     """
     turns = [index for index, weight in enumerate(weights) if weight]
     assert turns and all(messages[index]["role"] == "assistant" for index in turns)
@@ -95,9 +99,11 @@ def encode_turns(
             texts[-1] = _ended(texts[-1], messages, index, tokenizer=tokenizer, config=config)
     prefixes = encode(tokenizer, texts)
     sequences: list[_Sequence] = []
-    for index, opened, closed in zip(turns, prefixes[0::2], prefixes[1::2], strict=True):
+    for place, index in enumerate(turns):
+        (opened, closed), pair = prefixes[2 * place : 2 * place + 2], texts[2 * place : 2 * place + 2]
         if closed[: len(opened)] != opened:
             raise DataError(f"{where}: {_first_difference(opened, closed, tokenizer)}")
+        _check_content(messages[index], _beyond(*pair), where=where)
         if not sequences or not sequences[-1].is_continued_by(opened):
             sequences.append(_Sequence())
         end = end_of_turn(closed, start=len(opened), tokenizer=tokenizer)
@@ -152,6 +158,21 @@ def _ended(
     if role not in ("user", "tool"):
         role = "tool" if "tool_calls" in messages[index] else "user"
     return replace(closed, marked=closed.marked + end_by_next_turn(tokenizer, config, role=role))
+
+
+def _check_content(message: Message, turn: str, *, where: str) -> None:
+    """Raises DataError if the template leaves out a part of what a turn that is learned says, as some do beside calls.
+
+    Args:
+        turn: what the template writes for the turn. One that is empty is counted as it has nothing to learn.
+    """
+    written = "".join(turn.split())
+    for part in TAGS.split(message["content"]):
+        if written and "".join(part.split()) not in written:
+            raise DataError(
+                f"{where}: the chat template leaves out {part.strip()!r:.60}, content of a turn that is learned; give "
+                "that message the weight 0, remove the text, or set data.chat_template to a template that writes it"
+            )
 
 
 def _beyond(opened: Rendering, closed: Rendering) -> str:

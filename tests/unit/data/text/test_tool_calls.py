@@ -132,6 +132,24 @@ def test_a_template_that_passes_over_tools_or_calls_is_refused(
         example(tokenizer, SHAREGPT)
 
 
+def test_a_template_that_passes_over_the_content_beside_calls_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    # As those of Llama 3.1 do.
+    either = TEMPLATE.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
+    passing, config = with_template(tokenizer, either), DataConfig()
+    said = {**TURNS[1], "content": "I add."}
+    messages = [TURNS[0], said, *TURNS[2:]]
+    with pytest.raises(
+        DataError, match="s:1: the chat template leaves out 'I add.', content of a turn that is learned"
+    ):
+        learnt_turns(understand(record(**CHAT | {"messages": messages}), config), passing, config=config)
+    # What is not learned is as the template serves it.
+    messages[1] = {**said, "weight": 0}
+    (tokens,) = learnt_turns(
+        understand(record(**CHAT | {"messages": messages}), config), passing, config=config
+    ).sequences
+    assert "I add." not in marked(tokens, passing) and "[I][t]" in marked(tokens, passing)
+
+
 def test_where_a_template_rewrites_earlier_calls_each_is_learned(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:

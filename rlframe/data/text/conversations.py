@@ -54,6 +54,7 @@ WEIGHT_KEYS = ("weight", "train", "loss")
 """Keys of a message's weight. The second is axolotl's, the third ms-swift's; both say true or false."""
 UNREAD_WEIGHT_KEYS = ("loss_scale", "train_detail")
 """Keys with which ms-swift's and axolotl's messages weigh a part of their text."""
+KWARGS_KEY = "chat_template_kwargs"
 UNREAD_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*\Z")
 
@@ -160,15 +161,31 @@ def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
 
 def with_system(record: Record, config: DataConfig, messages: Sequence[Message]) -> list[Message]:
     """Returns the turns, behind the system message of the record or of the settings if they have none. Raises DataError
-    if the record has media."""
+    if the record has media, or keyword arguments of the chat template that other records have not."""
     for key in UNREAD_KEYS:
         if record.fields.get(key) not in NONE:
             raise DataError(f"{record.where}: expected a text conversation, found {key!r}, which rlframe does not read")
+    _check_kwargs(record, config)
     own = (record.fields.get(key) for key in SYSTEM_KEYS)
     system = next((text for text in own if isinstance(text, str) and text), config.system_prompt)
     if system is None or messages[0]["role"] == "system":
         return list(messages)
     return [{"role": "system", "content": system}, *messages]
+
+
+def _check_kwargs(record: Record, config: DataConfig) -> None:
+    """Raises DataError if the record has keyword arguments of the chat template, as TRL's may, other than those of all
+    records."""
+    given = record.fields.get(KWARGS_KEY)
+    if not isinstance(given, dict):
+        return
+    common = config.chat_template_kwargs or {}
+    # A file with columns gives each record the names of all.
+    if own := {name: value for name, value in given.items() if value not in NONE and common.get(name) != value}:
+        raise DataError(
+            f"{record.where}: expected {KWARGS_KEY!r} to be those of data.{KWARGS_KEY}, which all records have, found "
+            f"{own!r:.80} besides; set them there, or remove the field"
+        )
 
 
 def _completion(record: Record, key: str, turns: list[Any], prompt: Sequence[Message]) -> list[Message]:

@@ -253,6 +253,17 @@ def test_a_record_that_cannot_be_understood_is_named(fields: dict, config: dict,
         understand(Record(fields=fields, source="train.jsonl", where="train.jsonl:3"), DataConfig(**config))
 
 
+def test_keywords_of_the_template_in_a_record_are_those_of_all_records() -> None:
+    # As TRL's records have them; a file with columns adds the names of the others.
+    given = {"enable_thinking": False, "tools_in_xml": [], "date": None}
+    off = DataConfig(chat_template_kwargs={"enable_thinking": False})
+    for fields in ({"messages": [USER, FOUR]}, {"prompt": "x"}):
+        record = Record(fields={**fields, "chat_template_kwargs": given}, source="s", where="s:1")
+        with pytest.raises(DataError, match="s:1: expected 'chat_template_kwargs' .* found {'enable_thinking': False}"):
+            understand(record, DataConfig())
+        assert understand(record, off).prompt
+
+
 CONTEXT = "Ada was born in 1815."
 
 

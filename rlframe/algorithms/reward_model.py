@@ -6,6 +6,7 @@ centring that of Eisenstein et al. 2023, arXiv 2312.09244, section 3; it is on b
 (`center_rewards_coefficient`) and ms-swift.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -47,6 +48,15 @@ class RewardModel(OfflineAlgorithm):
 
     def __init__(self, config: RewardModelConfig):
         self.config = config
+
+    def warning(self, batches: Iterable[Preferences]) -> str | None:
+        """Returns a warning if margins are asked for and no pair states one."""
+        if not self.config.margin_scale or any(bool(batch.margin.any()) for batch in batches):
+            return None
+        return (
+            f"algorithm.margin_scale={self.config.margin_scale} has no effect, as no pair states a margin: name it "
+            "'margin', or its two sides 'score_chosen' and 'score_rejected', or set margin_scale=0"
+        )
 
     def token_weights(self, batch: Preferences) -> Float[Tensor, " T"]:
         """Returns [T] 1 / pairs of the step."""

@@ -85,6 +85,17 @@ def test_a_response_that_does_not_count_takes_its_pair_along() -> None:
     assert result.metrics["train/accuracy"] == Mean(0.0, 1.0)
 
 
+def test_margins_that_no_pair_states_are_told() -> None:
+    _, fields = at_last(SCORES, [3, 1, 2, 4])
+    stated = Preferences(**fields, **PAIRS)
+    none = Preferences(**fields, **PAIRS | {"margin": torch.zeros(4)})
+    scaled = RewardModel(RewardModelConfig(margin_scale=2.0))
+    told = scaled.warning([none, none])
+    assert told is not None and told.startswith("algorithm.margin_scale=2.0 has no effect, as no pair states a margin")
+    assert scaled.warning([none, stated]) is None
+    assert RewardModel(RewardModelConfig()).warning([none]) is None
+
+
 def labelled(scores: list[list[float]], label: list[float], group: list[int]) -> tuple[Tensor, Labelled]:
     """One sequence of two tokens for each row of scores."""
     values, fields = at_last(scores, [2] * len(scores))

@@ -3,9 +3,11 @@
 | shape | query | near | far |
 |---|---|---|---|
 | {query or anchor, positive, negative or negatives} | text | text, or a list: one item for each | text or a list |
+| sentence-transformers {anchor, positive, negative_1, negative_2, ...} | text | text | texts |
 | FlagEmbedding {query, pos, neg} | text | list: one item for each | list |
 """
 
+import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +25,7 @@ from rlframe.utils.errors import DataError
 QUERY_KEYS = ("query", "anchor")
 NEAR_KEYS = ("positive", "positives", "pos")
 FAR_KEYS = ("negatives", "negative", "neg")
+NUMBERED_FAR_KEY = re.compile(r"negative_(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +69,7 @@ class ContrastedSource(TrainingSource[Item]):
                 f"{record.where}: expected a text to be near to in {' or '.join(map(repr, NEAR_KEYS))}, found the "
                 f"fields {record.names}"
             )
-        return Contrast(record=record, query=text_field(record, QUERY_KEYS), near=near, far=text_list(record, FAR_KEYS))
+        return Contrast(record=record, query=text_field(record, QUERY_KEYS), near=near, far=far_texts(record))
 
     def items(self, reading: Contrast, channel: int) -> list[Item]:
         """Returns one for each text near to the query."""
@@ -98,6 +101,13 @@ class ContrastedSource(TrainingSource[Item]):
             group=torch.tensor([index for index, item in enumerate(items) for _ in item.parts]),
             role=torch.tensor([int(role) for own in roles for role in own]),
         )
+
+
+def far_texts(record: Record) -> tuple[str, ...]:
+    """Returns the texts far from the query: those of the first of FAR_KEYS, and the numbered ones in their order."""
+    numbered = filter(None, map(NUMBERED_FAR_KEY.fullmatch, record.fields))
+    keys = [match[0] for match in sorted(numbered, key=lambda match: int(match[1]))]
+    return tuple(text for own in (FAR_KEYS, *((key,) for key in keys)) for text in text_list(record, own))
 
 
 SOURCE = ContrastedSource

@@ -20,7 +20,7 @@ import torch
 
 from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
-from rlframe.data.kinds.contrasted import FAR_KEYS, NEAR_KEYS
+from rlframe.data.kinds.contrasted import NEAR_KEYS, far_texts
 from rlframe.data.records import Record, is_number
 from rlframe.data.text.chat import encode, render
 from rlframe.data.text.conversations import prompt_messages, text_of, turns_of
@@ -180,7 +180,7 @@ def _ranked(record: Record) -> Labelling:
         if any(isinstance(label, str) for label in labels):
             raise DataError(f"{record.where}: expected 'labels' to be numbers, found {values!r:.60}")
     else:
-        near, far = text_list(record, NEAR_KEYS), text_list(record, FAR_KEYS)
+        near, far = text_list(record, NEAR_KEYS), far_texts(record)
         if not near or not far:
             raise DataError(
                 f"{record.where}: expected 'documents' with 'labels', or 'positive' and 'negative', beside 'query', "

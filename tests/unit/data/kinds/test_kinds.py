@@ -207,6 +207,14 @@ def test_a_query_comes_with_what_it_should_be_near_to_and_far_from(
     assert batch.group.tolist() == [0, 0, 0, 0, 1, 1, 2, 2] and batch.role.tolist() == [0, 1, 2, 2, 0, 1, 0, 1]
 
 
+def test_texts_far_from_a_query_may_be_numbered() -> None:
+    # As sentence-transformers has them. A file with columns gives a query with fewer the names of all.
+    texts = {"positive": "p", "negative_10": "j", "negative_2": "b", "negative_1": "a", "negative_11": None}
+    assert ContrastedSource.understand(record(anchor="q", **texts), DataConfig()).far == ("a", "b", "j")
+    ranked = LabelledSource.understand(record(query="q", **texts), DataConfig())
+    assert ranked.texts == ("q\np", "q\na", "q\nb", "q\nj") and ranked.labels == (1.0, 0.0, 0.0, 0.0)
+
+
 def test_an_id_that_meets_the_one_of_an_item_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"id": "a", "query": "q", "pos": ["s", "t"]}, {"id": "a#1", "query": "r", "pos": "s"}]
     with pytest.raises(DataError, match="id of its own, found 'a#1' twice: .*; give that record another"):

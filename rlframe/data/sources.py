@@ -112,10 +112,12 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
         for index, part in enumerate(train):
             held_out[index] = [part.where(lambda identity, _: identity in put_aside)]
             train[index] = part.where(lambda identity, _: identity not in put_aside)
-        # Most built-in datasets hold out the same problems.
-        made = [index for index, entry in enumerate(entries) if builtin.has(entry.path)]
-        alike = [index for index in made if not builtin.has_own_problems(entries[index].path)]
-        for index in [index for index in made if index not in alike[1:]]:
+        made: dict[str, int] = {}
+        for index, entry in enumerate(entries):
+            if builtin.has(entry.path):
+                # Most built-in datasets hold out the same problems.
+                made.setdefault(builtin.held_out_problems(entry.path), index)
+        for index in made.values():
             path = entries[index].path
             held_out[index].append(understood(path, config, understand, dropped, part=builtin.Split.HELD_OUT))
     # An id is not enough: two files may number different records alike, or hold one prompt under two ids.

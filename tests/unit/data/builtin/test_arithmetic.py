@@ -1,3 +1,4 @@
+from rlframe.data.builtin import held_out_problems
 from rlframe.data.builtin.arithmetic import (
     ANSWERS,
     CARRIES,
@@ -10,6 +11,9 @@ from rlframe.data.builtin.arithmetic import (
     split_of,
     worked,
 )
+from rlframe.data.config import DataConfig
+from rlframe.data.sources import load
+from rlframe.data.text.conversations import understand
 
 
 def test_the_two_parts_are_disjoint_and_together_every_problem() -> None:
@@ -77,3 +81,9 @@ def test_both_answers_of_a_pair_are_judged() -> None:
     verdicts = [(judged[f"47+38=#{label}"]["completion"], label) for label in (True, False)]
     assert verdicts == [("85", True), ("75", False)]
     assert len(judged) == 2 * len(records(PREFERENCES, Split.TRAIN))
+
+
+def test_built_in_datasets_beside_each_other_hold_out_the_problems_of_each() -> None:
+    found = load(DataConfig(path=["multiplication", "arithmetic"]), seed=0, understand=understand)
+    assert [{"*" in each.prompt[0]["content"] for each in part} for part in found.held_out] == [{True}, {False}]
+    assert held_out_problems(HOMEWORK) == held_out_problems(RIGHT)

@@ -166,22 +166,25 @@ def _chosen_and_rejected(record: Record, config: DataConfig) -> tuple[Turns, lis
             f"assistant's turn on, found that turn {common} is from {chosen[common]['role']!r} in one and "
             f"{rejected[common]['role']!r} in the other"
         )
-    _check_prompt(record, prompt)
+    _check_prompt(record, config, prompt)
     return tuple(with_system(record, config, prompt)), responses
 
 
-def _check_prompt(record: Record, common: Turns) -> None:
+def _check_prompt(record: Record, config: DataConfig, common: Turns) -> None:
     """Raises DataError if the record has a prompt that is not what two whole conversations begin with."""
-    value = record.fields.get("prompt")
+    key = config.prompt_key or "prompt"
+    if config.prompt_key and key not in record.fields:
+        raise DataError(f"{record.where}: expected the field {key!r} (data.prompt_key), found {record.names}")
+    value = record.fields.get(key)
     said = [turn["content"].strip() for turn in common]
     if isinstance(value, list) and value:
-        given = [turn["content"].strip() for turn in message_list(record, "prompt", value)]
+        given = [turn["content"].strip() for turn in message_list(record, key, value)]
     else:
         given = [value.strip()] if isinstance(value, str) and value.strip() else []
     if given and said[-len(given) :] != given:
         raise DataError(
             f"{record.where}: expected 'chosen' and 'rejected' to begin with the assistant, or as whole conversations "
-            f"with the turns of 'prompt', found another beginning, {said[-1]!r:.60}; remove 'prompt', or the turns "
+            f"with the turns of {key!r}, found another beginning, {said[-1]!r:.60}; remove {key!r}, or the turns "
             "before the responses"
         )
 

@@ -64,6 +64,15 @@ def test_a_prompt_that_whole_conversations_do_not_begin_with_is_refused(prompt: 
         comparison(prompt=prompt, chosen=[USER, YES], rejected=[USER, NO])
 
 
+def test_a_named_prompt_is_compared_with_the_beginning_of_whole_conversations() -> None:
+    pair, named = {"chosen": [USER, YES], "rejected": [USER, NO]}, DataConfig(prompt_key="asked")
+    assert PreferenceSource.understand(record(asked="q", prompt="another", **pair), named).prompt == (USER,)
+    with pytest.raises(DataError, match="found another beginning, 'q'; remove 'asked', or the turns before the resp"):
+        PreferenceSource.understand(record(asked="another", **pair), named)
+    with pytest.raises(DataError, match=r"s:1: expected the field 'asked' \(data.prompt_key\), found chosen, rejected"):
+        PreferenceSource.understand(record(**pair), named)
+
+
 def test_whole_conversations_part_where_they_first_differ() -> None:
     more = {"role": "user", "content": "and?"}
     found = comparison(chosen=[USER, YES, more, YES], rejected=[USER, YES, more, NO, more, NO])

@@ -21,6 +21,8 @@ from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, R
 from rlframe.utils.errors import DataError, SettingError
 
 logger = logging.getLogger(__name__)
+Sampled = tuple[Place, list[Completion], int]
+"""The place of a call, the parts of its response, and its number."""
 TOLD: set[str] = set()
 """Parameters of which the user was told that they are ignored."""
 
@@ -37,7 +39,7 @@ class Desk:
         self._hosted, self._language, self._decode, self._max_calls = hosted, language, decode, max_calls
         self._conversation = Conversation(language, hosted.rollout.prompt, hosted.rollout.sample_index)
         self._begun = self._told_calls = 0
-        self._open: set[asyncio.Task[Said]] = set()
+        self._open: set[asyncio.Task[Sampled]] = set()
         self._idle_since: float = time.monotonic()
         self.is_over = False
         self.limit: Event | None = None
@@ -74,14 +76,19 @@ class Desk:
         self._open.add(task)
         self._hosted.progress.waits_for = WaitsFor.ENGINE
         try:
-            return await task
+            place, completions, number = await task
+            if self.is_over:
+                raise over()
+            # Nothing waits from here on: the call is answered as a whole, or not at all.
+            return self._said(asked, place, completions, number)
         except asyncio.CancelledError:
             if self.is_over:
                 raise over() from None
             self._hosted.count(Event.CALLS_LOST)
             raise
         except Refused:
-            self._hosted.count(Event.CALLS_REFUSED)
+            if not self.is_over:
+                self._hosted.count(Event.CALLS_REFUSED)
             raise
         except BaseException as error:
             if not self.broken.done():
@@ -122,7 +129,7 @@ class Desk:
         start, end = rollout.turns[-1]
         rollout.sequence, rollout.text = index, self._decode(rollout.token_ids[start:end].tolist())
 
-    async def _answer(self, asked: Asked) -> Said:
+    async def _answer(self, asked: Asked) -> Sampled:
         if self.is_over:
             raise over()
         if self._begun >= self._max_calls:
@@ -141,9 +148,7 @@ class Desk:
             raise self._limited(Event.NO_ROOM, why, "context_length_exceeded")
         self._tell(asked)
         number, self._begun = self._begun, self._begun + 1
-        completions = await self._sampled(place, sampling, seed=self._hosted.seed(number))
-        # Nothing waits from here on: the call is answered as a whole, or not at all.
-        return self._said(asked, place, completions, number)
+        return place, await self._sampled(place, sampling, seed=self._hosted.seed(number)), number
 
     async def _sampled(self, place: Place, sampling: SamplingParams, *, seed: int) -> list[Completion]:
         """Returns the parts of a response: one, and one more for each time that it was interrupted."""

@@ -61,22 +61,26 @@ def ask(**settings: Any) -> Asked:
     return Asked(**{**fields, **settings})
 
 
-def judged(look: Look, monkeypatch: pytest.MonkeyPatch, *, opens_s: float = 0.0) -> Verdict:
-    """The verdict on an attempt whose agent does at each look of its process what `look` does."""
-    words = load_words()
-    engine = Scripted(words, lambda before: "yes" + END)
+def hosted_by(engine: Scripted, events: list[str]) -> Hosted:
+    """An attempt whose responses `engine` gives, and whose events are counted."""
     prompt = Prompt(id="p", messages=(QUESTION,), text="", input=ModelInput((1, 2)))
     task = Task(group=Group.begin("0", prompt, 1), sampling=SamplingParams(max_tokens=20), step=1).begun()
     ((rollout, progress),) = task.pairs()
-    hosted = Hosted(
+    return Hosted(
         task=task,
         rollout=rollout,
         progress=progress,
         sample=engine.sample,
         seed=lambda turn: 0,
         most=100,
-        count=lambda event: None,
+        count=events.append,
     )
+
+
+def judged(look: Look, monkeypatch: pytest.MonkeyPatch, *, opens_s: float = 0.0) -> Verdict:
+    """The verdict on an attempt whose agent does at each look of its process what `look` does."""
+    words = load_words()
+    hosted = hosted_by(Scripted(words, lambda before: "yes" + END), [])
 
     async def run() -> Verdict:
         loop = asyncio.get_running_loop()
@@ -133,3 +137,27 @@ def test_a_refused_call_is_no_reason_for_the_end_of_a_process(
     with pytest.raises(SessionFailed) as caught:
         judged(look, monkeypatch)
     assert caught.value.trouble is Trouble.NEIGHBOUR
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_response_that_nobody_waits_for_any_more_is_in_no_sequence(ends: bool) -> None:
+    """Also if the agent goes away, or ends, in the turn of the event loop in which the engine has answered."""
+    words, events, moments = load_words(), [], 1
+
+    async def after(turns: int) -> bool:
+        hosted = hosted_by(Scripted(words, lambda before: "yes" + END), events)
+        desk = Desk(hosted, Renderer(words, RenderingConfig(), data=DataConfig()), str, max_calls=9)
+        call = asyncio.create_task(desk.answer(ask()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        was_answered = call.done()
+        (desk.close if ends else call.cancel)()
+        await asyncio.gather(call, return_exceptions=True)
+        if not ends:
+            desk.close()
+        assert bool(hosted.rollout.turns) == was_answered, turns
+        return was_answered
+
+    while not simulated(after(moments)):
+        moments += 1
+    assert events == ([] if ends else ["calls_lost"] * (moments - 1)) and moments > 2

@@ -59,11 +59,11 @@ class Agents:
         desk = Desk(hosted, self.language, self.decode, max_calls=self.config.max_turns)
         number, endpoint = await self.server.open(desk, seed=hosted.seed(ENVIRONMENT))
         self._desks.add(desk)
+        is_over = False
         try:
             session = await self.pool.open(
                 hosted.rollout.prompt, seed=endpoint.seed, alone=hosted.progress.neighbours >= ALONE_AFTER
             )
-            is_over = False
             try:
                 await session.run(endpoint)
                 desk.begin()
@@ -75,7 +75,7 @@ class Agents:
                 if not is_over:
                     session.abandon()
         except SessionFailed as failure:
-            if desk.limit is None or failure.trouble is Trouble.NEIGHBOUR:
+            if desk.limit is None or is_over or failure.trouble is Trouble.NEIGHBOUR:
                 raise
             # It did not take the refusal well.
             step = Step(done=True, verdict=self.config.on_limit)

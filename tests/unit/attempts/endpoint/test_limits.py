@@ -31,8 +31,8 @@ Look = Callable[[Desk, int], Awaitable[Step | None]]
 class Sessions:
     """A pool of one session and a server of one endpoint, without processes and sockets."""
 
-    def __init__(self, look: Look, *, opens_s: float):
-        self._look, self._opens_s, self._looks = look, opens_s, 0
+    def __init__(self, look: Look, *, opens_s: float, closes: bool):
+        self._look, self._opens_s, self._looks, self._closes = look, opens_s, 0, closes
 
     async def open(self, first: Any, *, seed: int, alone: bool | None = None) -> Any:
         if isinstance(first, Desk):
@@ -49,8 +49,9 @@ class Sessions:
         self._looks += 1
         return await self._look(self._desk, self._looks)
 
-    async def close(self, number: int = 0) -> None:
-        pass
+    async def close(self) -> None:
+        if not self._closes:
+            raise SessionFailed(Trouble.RAISED, "it cannot be closed")
 
     def abandon(self) -> None:
         pass
@@ -77,7 +78,7 @@ def hosted_by(engine: Scripted, events: list[str]) -> Hosted:
     )
 
 
-def judged(look: Look, monkeypatch: pytest.MonkeyPatch, *, opens_s: float = 0.0) -> Verdict:
+def judged(look: Look, monkeypatch: pytest.MonkeyPatch, *, opens_s: float = 0.0, closes: bool = True) -> Verdict:
     """The verdict on an attempt whose agent does at each look of its process what `look` does."""
     words = load_words()
     hosted = hosted_by(Scripted(words, lambda before: "yes" + END), [])
@@ -85,7 +86,7 @@ def judged(look: Look, monkeypatch: pytest.MonkeyPatch, *, opens_s: float = 0.0)
     async def run() -> Verdict:
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(desk, "time", SimpleNamespace(monotonic=loop.time, time=loop.time))
-        sessions: Any = Sessions(look, opens_s=opens_s)
+        sessions: Any = Sessions(look, opens_s=opens_s, closes=closes)
         server: Any = SimpleNamespace(open=sessions.open, close=lambda number: None)
         agents = Agents(
             pool=sessions,
@@ -137,6 +138,19 @@ def test_a_refused_call_is_no_reason_for_the_end_of_a_process(
     with pytest.raises(SessionFailed) as caught:
         judged(look, monkeypatch)
     assert caught.value.trouble is Trouble.NEIGHBOUR
+
+
+def test_what_an_agent_has_earned_after_a_limit_does_not_become_nothing_at_its_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look(desk: Desk, looks: int) -> Step | None:
+        await desk.answer(ask())
+        with pytest.raises(Refused, match="at most 100 tokens"):
+            await desk.answer(ask(messages=[{"role": "user", "content": "x" * 100}]))
+        return Step(done=True, reward=1.0)
+
+    with pytest.raises(SessionFailed, match="it cannot be closed"):
+        judged(look, monkeypatch, closes=False)
 
 
 @pytest.mark.parametrize("ends", [False, True])

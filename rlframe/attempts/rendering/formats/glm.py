@@ -9,6 +9,7 @@ from rlframe.data.text.tool_calls import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY = "<arg_key>"
+END = re.compile(rf"</arg_value>\s*{CLOSE}")
 ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL)
 
 
@@ -28,7 +29,7 @@ class Glm(Format):
         found: list[Part] = []
         at = 0
         while (start := text.find(OPEN, at)) >= 0:
-            close = text.find(CLOSE, start)
+            close = _close(text, start)
             end = len(text) if close < 0 else close + len(CLOSE)
             if close < 0:
                 call = Call(text=text[start:], fault=f"the call is not closed by {CLOSE}")
@@ -55,6 +56,16 @@ class Glm(Format):
             fault = "an argument must be <arg_key>name</arg_key><arg_value>value</arg_value>"
             return Call(text=text, fault=fault)
         return Call(text=text, name=name, arguments=arguments)
+
+
+def _close(text: str, start: int) -> int:
+    """Returns the position at which the call at `start` is closed, or -1: behind its last argument, if it has one, in
+    whose value the closing tag may stand."""
+    close, following = text.find(CLOSE, start), text.find(OPEN, start + len(OPEN))
+    if KEY in text[start : max(start, close)]:
+        last = END.search(text, start, following if following >= 0 else len(text))
+        return last.end() - len(CLOSE) if last else close
+    return close
 
 
 FORMAT = Glm

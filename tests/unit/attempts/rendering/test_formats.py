@@ -147,6 +147,14 @@ def test_a_call_is_compared_with_the_tools(call: Call, why: str) -> None:
     assert (why in fault_of(call, TOOLS)) if why else fault_of(call, TOOLS) == ""
 
 
+@pytest.mark.parametrize("form", ["hermes", "qwen_xml", "glm"])
+def test_an_argument_may_have_the_tag_that_closes_a_call(form: str) -> None:
+    text = WRITTEN[form].replace("two", "a </tool_call> b")
+    call = ("add", {"a": 1, "note": "a </tool_call> b"})
+    assert read(form, text) == [call]
+    assert read(form, f"{text} and {text}") == [call, "and", call]
+
+
 def test_each_call_of_a_list_has_its_own_text() -> None:
     wrong, right = '{"name": "sub", "arguments": {"x": [1, 2]}}', '{"name": "add", "arguments": {"a": 1}}'
     parts = find_format("mistral")().parts(f"[TOOL_CALLS] [ {wrong} , {right}]", TOOLS)

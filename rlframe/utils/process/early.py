@@ -11,6 +11,7 @@ import io
 import os
 import select
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -60,7 +61,7 @@ class EarlyProcess:
         Args:
             first, below: see EarlyProgram.
         """
-        tracker = resource_tracker.getfd()
+        tracker = tracker_apart()
         ends, child_ends = os.pipe()
         self.channel, child = socket.socketpair()
         child_reads = child.fileno()
@@ -170,6 +171,26 @@ class Sent(Popen):
         finally:
             set_spawning_popen(None)
         return message.getvalue()
+
+
+def tracker_apart() -> int:
+    """Returns the file of multiprocessing's tracker of resources, started in a process group of its own unless it runs.
+    Ray (2.60) kills the group of a worker that ends, and a tracker in it would leave what it tracks in /dev/shm."""
+    start = util.spawnv_passfds
+    util.spawnv_passfds = _spawned_apart
+    try:
+        file = resource_tracker.getfd()
+    finally:
+        util.spawnv_passfds = start
+    assert file is not None, "it runs now"
+    return file
+
+
+def _spawned_apart(path: bytes | str, arguments: Sequence[str], files: Sequence[int]) -> int:
+    process = subprocess.Popen(arguments, executable=path, pass_fds=files, process_group=0)
+    # It is multiprocessing that waits for it.
+    process.returncode = 0
+    return process.pid
 
 
 def close_files(*files: int) -> None:

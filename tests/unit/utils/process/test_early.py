@@ -163,6 +163,25 @@ def test_it_ends_with_its_parent_however_that_ends() -> None:
     until_state(waiting, State.DEAD)
 
 
+def test_shared_memory_is_gone_when_the_whole_process_group_is_killed() -> None:
+    """As Ray kills that of an actor, with vLLM's core and workers in it."""
+    program = (
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "from rlframe.utils.process.early import EarlyProcess\n"
+        "early = EarlyProcess('pass')\nmemory = SharedMemory(create=True, size=1)\n"
+        "print(memory.name, flush=True)\ninput()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    assert parent.stdout
+    memory = Path("/dev/shm", parent.stdout.readline().strip())
+    assert memory.is_file()
+    os.killpg(parent.pid, signal.SIGKILL)
+    parent.wait()
+    until(lambda: not memory.exists())
+
+
 def test_the_context_makes_what_else_a_spawning_one_makes() -> None:
     context = EarlyProcess("pass").context()
     assert isinstance(context.Event(), type(multiprocessing.get_context("spawn").Event()))

@@ -28,6 +28,8 @@ DEATH_S = 1.0
 """Seconds by which the pipe of a killed process may close before the process is gone."""
 PATIENCE_S = 3.0
 """Seconds that processes have to end by themselves, and again after a request to end."""
+TRACKER = "multiprocessing.resource_tracker"
+"""In the command of a process that removes what others have left in /dev/shm, as soon as they have all ended."""
 LONGEST_TURN_S = 30.0
 """Least time in seconds that a running driver may take between two beats, because its watchdog also looks at other
 machines."""
@@ -199,8 +201,9 @@ def under(process: psutil.Process) -> set[psutil.Process]:
 
 
 def end(known: set[psutil.Process]) -> None:
-    """Waits for the processes and their descendants, asks remaining ones to end, and kills those that still remain."""
-    for act in (lambda process: None, psutil.Process.terminate, psutil.Process.kill):
+    """Waits for the processes and their descendants, asks remaining ones to end, and kills those that still remain:
+    trackers after those that they clean up behind."""
+    for act in (lambda process: None, psutil.Process.terminate, kill_tracked, psutil.Process.kill):
         known |= {child for process in known for child in under(process)}
         for process in known:
             try:
@@ -210,6 +213,12 @@ def end(known: set[psutil.Process]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while (known := set(filter(lives, known))) and time.monotonic() < deadline:
             time.sleep(0.1)
+
+
+def kill_tracked(process: psutil.Process) -> None:
+    """Kills a process unless it is a tracker."""
+    if TRACKER not in " ".join(process.cmdline()):
+        process.kill()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlframe.cluster import reaper
 from rlframe.cluster.reaper import lives
-from tests.until import until
+from tests.until import PATIENCE_S, until
 
 pytestmark = pytest.mark.later
 
@@ -166,3 +167,27 @@ def test_the_end_of_a_driver_that_said_nothing_is_reported(tmp_path: Path, end: 
     driver, server = done.stdout.split()
     said = f"the driver (pid {driver}) ended unexpectedly: {(cause or '').format(server)}; the same command resumes "
     assert done.stderr == (f"{said}from the last checkpoint, if any\n" if cause else "")
+
+
+def test_what_a_killed_process_leaves_in_shared_memory_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import signal\nfrom multiprocessing.shared_memory import SharedMemory\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nmemory = SharedMemory(create=True, size=1)\n"
+        "print(memory.name, flush=True)\nsignal.pause()\n"
+    )
+    deaf = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert deaf.stdout
+    memory = Path("/dev/shm", deaf.stdout.readline().strip())
+    assert memory.is_file()
+    tracker = psutil.Process(deaf.pid).children()
+    kill = psutil.Process.kill
+
+    def kill_and_wait(process: psutil.Process) -> None:
+        monkeypatch.setattr(reaper, "PATIENCE_S", PATIENCE_S)
+        kill(process)
+
+    monkeypatch.setattr(reaper, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(psutil.Process, "kill", kill_and_wait)
+    reaper.end({psutil.Process(deaf.pid), *tracker})
+    assert deaf.wait() == -9
+    until(lambda: not memory.exists())

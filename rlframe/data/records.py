@@ -103,7 +103,8 @@ def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator
     """
     place, files = _place(path)
     if files is not None:
-        if left := sorted(file.name for file in place.iterdir() if file not in files and file.name[0] != "."):
+        read = set(files)
+        if left := sorted(file.name for file in place.iterdir() if file not in read and file.name[0] != "."):
             more = f" and {len(left) - MOST_NAMES} more" if len(left) > MOST_NAMES else ""
             logger.warning(
                 "%s: %s%s are not read, only the folder's own %s files",

@@ -40,4 +40,5 @@ def _digests(plain: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         # What the driver has not read, such as a reward, its workers read.
         with suppress(OSError):
             text = SOURCES[place][1].encode() if place in SOURCES else Path(place).expanduser().read_bytes()
-            yield place, hashlib.sha256(text).hexdigest()
+            # What the driver has read has the line ends of text.
+            yield place, hashlib.sha256(text.replace(b"\r\n", b"\n")).hexdigest()

@@ -76,7 +76,7 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     auto_init_hook.enable_auto_connect = False
     restore_handlers = keep_handlers()
     address, environment = config.joins, config.runtime_env.for_ray()
-    with unsaid(), nullcontext() if address else closed_to_others(), nullcontext() if address else known():
+    with without_deaths(), nullcontext() if address else closed_to_others(), nullcontext() if address else known():
         if address:
             join(address, environment)
         else:
@@ -239,12 +239,12 @@ def noticed() -> Iterator[None]:
 
 
 @contextmanager
-def unsaid() -> Iterator[None]:
+def without_deaths() -> Iterator[None]:
     """Keeps Ray from printing of dead workers inside the `with` block. A run tells of those that it has not ended
     itself, by name and with their logs.
 
     Workaround for Ray 2.60, which at times takes a worker that `ray.kill` ends for one that died, and says so after a
-    run that went well.
+    run that went well. Not needed any more once no run of several that end well prints it.
     """
     before = worker.print_to_stdstream
 

@@ -219,7 +219,8 @@ def begin(environment: dict[str, str], folder: str, streams: list[int]) -> None:
 def work(arguments: list[str], environment: dict[str, str], folder: str, streams: list[int]) -> None:
     """Does in a new process what an interpreter does that starts with these arguments."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Ray 2.60 ends the whole process group of a worker that dies. In the template's that would be all workers.
+    # Workaround for Ray 2.60, which ends the whole process group of a worker that dies: in the template's that would be
+    # all workers. Not needed any more once its raylet.out has no "sending SIGKILL to pgid" after a worker's death.
     os.setpgid(0, 0)
     begin(environment, folder, streams)
     sys.argv = arguments

@@ -35,6 +35,7 @@ from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
 from rlframe.rollout.vllm.fetch import Fetcher
 from rlframe.rollout.vllm.launch import (
+    architectures_in,
     early_program,
     engine_arguments,
     launch,
@@ -78,7 +79,7 @@ class VllmEngine(ServedEngine, ProfilesItself):
         """Imports vLLM here and in the process of its core, at the same time."""
         early = early or cls.ahead(config, folder=folder, device=device).start()
         importlib.import_module("vllm.v1.engine.async_llm")
-        register_here(read_config(folder).get("architectures") or [])
+        register_here(architectures_in(folder))
         VllmEngine._early = early
 
     def __init__(

@@ -65,7 +65,7 @@ def early_program(config: VllmConfig, *, folder: Path, cuda: bool) -> EarlyProgr
     this process has just done: 15 s after 15 s on a machine with an H200. Workers begin with it again, after the core:
     26 s on a machine with four.
     """
-    known = [each for each in read_config(folder).get("architectures") or [] if isinstance(each, str)]
+    known = architectures_in(folder)
     worker = f"from {__name__} import import_worker; import_worker({known!r}, cuda={cuda}, also={WORKERS_START!r})"
     return EarlyProgram(
         first=f"from {__name__} import import_core; import_core({known!r}, cuda={cuda})",
@@ -250,6 +250,11 @@ def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:
     }
 
 
+def architectures_in(folder: Path) -> list[str]:
+    """Returns the names of the model's class in its config.json."""
+    return [each for each in read_config(folder).get("architectures") or [] if isinstance(each, str)]
+
+
 def register_here(architectures: Iterable[str]) -> None:
     """Imports the model's class in this process, so that vLLM asks that class what it can do.
 
@@ -258,7 +263,7 @@ def register_here(architectures: Iterable[str]) -> None:
     CUDA must be untouched; ours are spawned.
 
     Args:
-        architectures: names of the class in the model's config.json.
+        architectures: see `architectures_in`.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 

@@ -29,7 +29,12 @@ logger = logging.getLogger(__name__)
 
 def answering(answer: Callable[[list[Wanted]], bytes], device: torch.device) -> str:
     """Answers the engine in a thread of this worker until the engine is gone. Returns the address at which it connects,
-    empty if there can be none."""
+    empty if there can be none.
+
+    Args:
+        answer: the worker's `rlframe_take`, which may run while a step does.
+        device: that of the worker.
+    """
     found = bound()
     if found is None:
         return ""
@@ -117,16 +122,18 @@ class Line:
 
 
 def by_line(line: Line, call: Callable[[list[Wanted]], Awaitable[list[bytes]]]) -> Take:
-    """Returns what takes by the line, and by vLLM's own `call` once the worker is gone, which says so."""
-    open_line: list[Line] = [line]
+    """Returns a function that takes by the line, or by vLLM's own `call` as soon as the line is broken. If the worker
+    has died, the error of that call says so."""
+    unbroken: Line | None = line
 
     async def take(wanted: list[Wanted]) -> list[bytes]:
-        while open_line:
+        nonlocal unbroken
+        if unbroken is not None:
             try:
-                return [await open_line[0].take(wanted)]
+                return [await unbroken.take(wanted)]
             except (OSError, asyncio.IncompleteReadError) as error:
                 logger.warning("vLLM's worker answers no more beside its steps: %r", error)
-                open_line.clear()
+                unbroken = None
         return await call(wanted)
 
     return take

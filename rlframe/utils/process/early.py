@@ -27,7 +27,7 @@ greatest number of such files."""
 
 
 STARTED: list["EarlyProcess"] = []
-"""The early processes that this process, one itself, has started before it ran anything else."""
+"""The early processes that this process, if it is one itself, has started below it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class EarlyProgram:
     first: str
     """Python that it runs while it waits, such as imports."""
     below: tuple[str, ...] = ()
-    """The same of early processes that it starts before, which then are `STARTED` there."""
+    """Programs of further early processes, which it starts before it runs `first`. They are in its `STARTED`."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that it and its parent need."""
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -175,7 +175,10 @@ class Sent(Popen):
 
 def tracker_apart() -> int:
     """Returns the file of multiprocessing's tracker of resources, started in a process group of its own unless it runs.
-    Ray (2.60) kills the group of a worker that ends, and a tracker in it would leave what it tracks in /dev/shm."""
+
+    Workaround for Ray 2.60, which kills the group of a worker that ends: a tracker in it would leave what it tracks in
+    /dev/shm. Not needed any more once a run with vLLM leaves nothing there without it.
+    """
     start = util.spawnv_passfds
     util.spawnv_passfds = _spawned_apart
     try:

@@ -67,7 +67,7 @@ def test_a_temporary_folder_that_ray_cannot_use_is_said_with_what_to_set(
 def test_ray_does_not_say_of_workers_that_a_run_ends_that_they_died(capsys: pytest.CaptureFixture[str]) -> None:
     # What Ray 2.60 prints in its thread, at times, when `ray.kill` ends an actor.
     died = "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot"
-    with runtime.unsaid():
+    with runtime.without_deaths():
         for line in (died, "the node runs low on memory"):
             worker.print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, ignore_prefix=False)
     said = capsys.readouterr().out

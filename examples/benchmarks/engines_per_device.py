@@ -114,8 +114,8 @@ def serve(end: Connection, folder: Path, number: int, arguments: argparse.Namesp
     end.send("started")
     while True:
         seed = end.recv()
-        shape = (arguments.requests // number, arguments.prompts, arguments.responses)
-        requests = random_requests(folder, *shape, seed=seed)
+        lengths = [arguments.responses] * (arguments.requests // number)
+        requests = random_requests(folder, arguments.prompts, lengths, seed=seed)
         prompts = [{"prompt_token_ids": request.input.token_ids.tolist()} for request in requests]
         engine.generate(prompts, [plain(request) for request in requests], use_tqdm=False)
         end.send("done")

@@ -3,11 +3,13 @@
     python examples/benchmarks/rollout_vs_engine.py qwen3_1p7b --output result.json
     python examples/benchmarks/rollout_vs_engine.py path/to/model --requests 64 --prompt 100 --response 200
     python examples/benchmarks/rollout_vs_engine.py tiny --device cpu --repeats 1
-    python examples/benchmarks/rollout_vs_engine.py qwen3_1p7b --group 8 --cases offline rlframe rlframe_shared
+    python examples/benchmarks/rollout_vs_engine.py qwen3_1p7b --group 8 --cases offline rlframe rlframe_unshared
+    python examples/benchmarks/rollout_vs_engine.py qwen3_1p7b --requests 384 --at-once 64 --cases offline rlframe
 
 The model is a name of models_by_size.py, with random weights, or a folder in Hugging Face format. Prompts are random
-tokens, `--group` of them alike, and all responses have their full length. The cases, in engines with equal arguments,
-one after the other:
+tokens, `--group` of them alike, and all responses have their full length. With `--at-once` engines run so many
+requests at a time, whose responses have lengths between an eighth of the full one and that. The cases, in engines with
+equal arguments, one after the other:
 
     offline            vLLM's `LLM.generate`: no logprobs, no seeds, end-of-sequence ignored
     offline_seeded     with a seed for each request and a stop token that min_tokens forbids, as rlframe asks
@@ -18,9 +20,11 @@ one after the other:
     rlframe_unshared   `rlframe` with share_prompts=false
     rlframe_two_steps  `rlframe` with two steps under way, as vLLM has, in place of three
     rlframe_cublas     `rlframe` without kernels of its own for products of few rows
+    rlframe_at_once    `rlframe` that admits each request as soon as it fits, as vLLM does
 
 Of each case: seconds of a batch, its tokens per second, milliseconds of a decode step (a batch less one of one token a
-response), and CPU seconds of this process. `ratios` has the speed of each over that of `offline`.
+response; with `--at-once` those of a token of each place), and CPU seconds of this process. `ratios` has the speed of
+each over that of `offline`.
 """
 
 import argparse
@@ -44,9 +48,9 @@ from weight_sync import machine
 
 from rlframe.models.hub import read_config
 from rlframe.rollout.vllm.config import VllmConfig
-from rlframe.rollout.vllm.decode.ahead import ENTRIES, FEW_ROWS, KEY, STEPS
+from rlframe.rollout.vllm.decode.ahead import ENTRIES, FEW_ROWS, KEY, STEP_COST
 from rlframe.rollout.vllm.engine import VllmEngine
-from rlframe.rollout.vllm.launch import engine_arguments, set_environment
+from rlframe.rollout.vllm.launch import DEFAULTS, engine_arguments, environment
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 
@@ -68,6 +72,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, help="tokens of a prompt")
     parser.add_argument("--response", type=int, help="tokens of a response")
     parser.add_argument("--group", type=int, default=1, help="requests with the same prompt")
+    parser.add_argument("--at-once", type=int, help="requests that run at a time, with responses of several lengths")
     parser.add_argument("--repeats", type=int, default=3, help="timed batches, after one that warms up")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -95,7 +100,7 @@ def compare(folder: Path, shape: tuple[int, ...], arguments: argparse.Namespace)
     count, prompt, response = shape
     cuda = arguments.device == "cuda"
     config = VllmConfig(
-        max_num_seqs=count,
+        max_num_seqs=arguments.at_once or count,
         max_model_len=prompt + response,
         gpu_memory_utilization=arguments.memory,
         compile=arguments.compile,
@@ -123,7 +128,7 @@ def compare(folder: Path, shape: tuple[int, ...], arguments: argparse.Namespace)
             if cuda:
                 wait_for_memory()
     result = {"requests": count, "prompt_tokens": prompt, "response_tokens": response}
-    result |= {"group": arguments.group, "compile": arguments.compile}
+    result |= {"group": arguments.group, "at_once": arguments.at_once, "compile": arguments.compile}
     if "offline" in found:
         result["ratios"] = {name: found["offline"]["seconds"] / case["seconds"] for name, case in found.items()}
         print(f"ratios: {result['ratios']}", flush=True)
@@ -133,41 +138,57 @@ def compare(folder: Path, shape: tuple[int, ...], arguments: argparse.Namespace)
 def measured(batch: Batch, shape: tuple[int, ...], arguments: argparse.Namespace, *, folder: Path) -> dict[str, Any]:
     """Returns medians over batches of new prompts, after one that is not counted."""
     count, prompt, response = shape
+    places = arguments.at_once or count
     seconds: dict[int, list[float]] = {1: [], response: []}
     cpu_s = []
+    num_tokens = 0
     for seed in range(arguments.repeats + 1):
         for length, found in seconds.items():
+            lengths = lengths_of(count, length, spread=arguments.at_once is not None)
             named = {"seed": 2 * seed + (length == 1), "group": arguments.group}
-            requests = random_requests(folder, count, prompt, length, **named)
+            requests = random_requests(folder, prompt, lengths, **named)
             begun, cpu = time.perf_counter(), time.process_time()
             batch(requests)
             found.append(time.perf_counter() - begun)
             if length == response:
                 cpu_s.append(time.process_time() - cpu)
+                num_tokens = sum(lengths)
     whole, first = (statistics.median(found[1:]) for found in (seconds[response], seconds[1]))
+    decoding = whole - (0 if arguments.at_once else first)
     return {
         "seconds": whole,
-        "tokens_per_s": count * response / whole,
-        "step_ms": (whole - first) / max(response - 1, 1) * 1e3,
+        "tokens_per_s": num_tokens / whole,
+        "step_ms": decoding / max(num_tokens / places - (arguments.at_once is None), 1) * 1e3,
         "first_token_s": first,
         "cpu_s": statistics.median(cpu_s[1:]),
         "all_s": seconds[response],
     }
 
 
+def lengths_of(count: int, most: int, *, spread: bool) -> list[int]:
+    """Returns the tokens of each response: `most`, or between an eighth of that and all of it, the same in each
+    batch."""
+    generator = random.Random(count)
+    return [generator.randint(max(most // 8, 1), most) if spread else most for _ in range(count)]
+
+
 def random_requests(
-    folder: Path, count: int, prompt: int, response: int, *, seed: int, group: int = 1
+    folder: Path, prompt: int, lengths: list[int], *, seed: int, group: int = 1
 ) -> list[GenerationRequest]:
-    """Random prompts, `group` requests after each other with the same; every response has `response` tokens."""
+    """Random prompts, `group` requests after each other with the same; the responses have `lengths` tokens."""
     generator = random.Random(seed)
     vocabulary = read_config(folder)["vocab_size"]
-    sampling = SamplingParams(max_tokens=response, min_tokens=response)
     inputs = [
-        ModelInput(tuple(generator.randrange(3, vocabulary) for _ in range(prompt))) for _ in range(-(-count // group))
+        ModelInput(tuple(generator.randrange(3, vocabulary) for _ in range(prompt)))
+        for _ in range(-(-len(lengths) // group))
     ]
     return [
-        GenerationRequest(input=inputs[index // group], sampling=sampling, seed=seed * count + index)
-        for index in range(count)
+        GenerationRequest(
+            input=inputs[index // group],
+            sampling=SamplingParams(max_tokens=length, min_tokens=length),
+            seed=seed * len(lengths) + index,
+        )
+        for index, length in enumerate(lengths)
     ]
 
 
@@ -175,9 +196,8 @@ def offline(config: VllmConfig, *, cuda: bool, **start: Any) -> Callable[[], tup
     """Returns what starts vLLM's LLM. It returns the engine, and what closes it."""
 
     def started() -> tuple[Any, Callable[[], None]]:
-        set_environment(config, cuda=cuda)
         # vLLM's processes read it. Those of the next engine get what rlframe sets.
-        os.environ[DEPENDENT] = "0"
+        os.environ |= {**DEFAULTS, **environment(config, cuda=cuda), DEPENDENT: "0"}
         from vllm import LLM, EngineArgs
 
         # Without what rlframe adds for speed, but for the loader, which makes the weights.
@@ -288,6 +308,11 @@ def wait_for_memory() -> None:
         time.sleep(0.5)
 
 
+def without(entry: str) -> dict[str, Any]:
+    """Returns settings of an engine without an entry of those that rlframe's have."""
+    return {"engine_options": {"additional_config": {key: value for key, value in ENTRIES.items() if key != entry}}}
+
+
 OFFLINE: dict[str, Callable[[Any], Batch]] = {
     "offline": through_llm(plain),
     "offline_seeded": through_llm(seeded),
@@ -300,8 +325,9 @@ OURS: dict[str, Callable[[Any], Batch]] = {
 CHANGED = {
     "rlframe_one_process": {"worker_process": False},
     "rlframe_unshared": {"share_prompts": False},
-    "rlframe_two_steps": {"engine_options": {"additional_config": {FEW_ROWS: ENTRIES[FEW_ROWS]}}},
-    "rlframe_cublas": {"engine_options": {"additional_config": {KEY: STEPS}}},
+    "rlframe_two_steps": without(KEY),
+    "rlframe_cublas": without(FEW_ROWS),
+    "rlframe_at_once": without(STEP_COST),
 }
 """Settings of engines of their own, by the name of the case."""
 CASES = OFFLINE | OURS | dict.fromkeys(CHANGED, through_engine(record=True))

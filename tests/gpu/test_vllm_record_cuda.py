@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -54,8 +55,9 @@ def both(engine: VllmEngine, requests: list[GenerationRequest]) -> list[tuple[np
     assert engine._fetcher is not None
     fetcher = engine._fetcher
 
-    async def one(number: int, request: GenerationRequest) -> tuple[np.ndarray, np.ndarray]:
-        with fetcher.record(f"both-{number}") as record:
+    async def one(request: GenerationRequest) -> tuple[np.ndarray, np.ndarray]:
+        # A record begins once.
+        with fetcher.record(f"both-{uuid4()}") as record:
             parameters = sampling_parameters(request, stop_tokens=engine.stop_tokens, record=record)
             parameters.logprobs, parameters.flat_logprobs = 0, True
             async for output in engine._engine.generate(prompt(request.input, epoch=0), parameters, record):
@@ -64,7 +66,7 @@ def both(engine: VllmEngine, requests: list[GenerationRequest]) -> list[tuple[np
         return recorded, np.array(piece.logprobs.logprobs, dtype=np.float32)
 
     async def every() -> list[tuple[np.ndarray, np.ndarray]]:
-        return await asyncio.gather(*(one(number, request) for number, request in enumerate(requests)))
+        return await asyncio.gather(*map(one, requests))
 
     return engine._wait(every(), doing="generation with logprobs both ways")
 

@@ -18,7 +18,9 @@ FEW_ROWS = "rlframe_few_rows"
 """Another: the version of the kernels of their own that steps of few rows have (`few_rows`, `joined`), 0 for none. vLLM
 keeps compiled models by all entries, so that models that were compiled for another version lie apart. To be raised with
 each change of what the kernels compute or when they are used."""
-ENTRIES = {KEY: STEPS, FEW_ROWS: 2}
+STEP_COST = "rlframe_step_cost"
+"""Another: what a step with prompts costs beside their own computation, in steps that only decode (`admission`)."""
+ENTRIES: dict[str, float] = {KEY: STEPS, FEW_ROWS: 2, STEP_COST: 1.0}
 """Entries that an engine on a GPU has."""
 
 
@@ -45,6 +47,11 @@ def look_ahead() -> None:
 def asked(config: Any) -> int:
     """Returns the number of steps that a VllmConfig asks for, 0 if it leaves them to vLLM."""
     return _entries(config).get(KEY, 0)
+
+
+def step_cost(config: Any) -> float:
+    """Returns STEP_COST of a VllmConfig, 0 if it has none."""
+    return _entries(config).get(STEP_COST, 0.0)
 
 
 def multiplies_few_rows(config: Any) -> bool:

@@ -15,7 +15,8 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from rlframe.rollout.vllm.decode.ahead import STEPS
+from rlframe.rollout.vllm.decode.admission import Admission
+from rlframe.rollout.vllm.decode.ahead import STEPS, step_cost
 
 MARGIN = STEPS
 """Tokens after the beginning of a block in which vLLM is asked as before: full blocks are remembered some steps late,
@@ -30,40 +31,11 @@ def scheduler(*, vllm_config: Any, **arguments: Any) -> Any:
     own = copy(vllm_config.scheduler_config)
     own.scheduler_cls = None
     made = own.get_scheduler_cls()(vllm_config=vllm_config, **arguments)
-    wait_for_tokens(made)
+    admission = Admission(made, step_cost=step_cost(vllm_config))
+    admission.install()
     if shorten(made.kv_cache_manager, lookahead=made.num_lookahead_tokens) and Repeated.knows(made):
-        Repeated(made).install()
+        Repeated(made, admission).install()
     return made
-
-
-def wait_for_tokens(scheduler: Any) -> None:
-    """Makes a scheduler admit no request while one that it has preempted waits for tokens of steps under way.
-
-    vLLM (0.26) begins such a request anew with the tokens that it knows. With two steps under way it knows all of them
-    by then. With three it may sample the last one again, and then takes both. Later releases keep account of such steps
-    (`num_stale_output_tokens` in 0.32), so that no preempted request waits here.
-    """
-    from vllm.v1.core.sched.interface import PauseState
-
-    decide, preempt = scheduler.schedule, scheduler._preempt_request
-    preempted: list[Any] = []
-
-    def preempt_request(request: Any, *arguments: Any, **options: Any) -> None:
-        preempt(request, *arguments, **options)
-        preempted.append(request)
-
-    def schedule(*arguments: Any, **options: Any) -> Any:
-        # Those that have ended or been admitted since have left the queue.
-        preempted[:] = [each for each in preempted if each.status.name == "PREEMPTED" and each.num_output_placeholders]
-        if not preempted or scheduler.pause_state is not PauseState.UNPAUSED:
-            return decide(*arguments, **options)
-        scheduler.set_pause_state(PauseState.PAUSED_NEW)
-        try:
-            return decide(*arguments, **options)
-        finally:
-            scheduler.set_pause_state(PauseState.UNPAUSED)
-
-    scheduler.schedule, scheduler._preempt_request = schedule, preempt_request
 
 
 def shorten(manager: Any, *, lookahead: int) -> bool:
@@ -97,12 +69,13 @@ class Repeated:
     """Schedules the step before again, with the positions of now, for as long as its sequences run on and nothing else
     is to be decided. vLLM decides on all other steps, and its own method notes that a step has been scheduled."""
 
-    def __init__(self, scheduler: Any):
+    def __init__(self, scheduler: Any, admission: Admission):
         """
         Args:
             scheduler: one that `knows` returns True for.
+            admission: that of the scheduler.
         """
-        self._scheduler, self._decide = scheduler, scheduler.schedule
+        self._scheduler, self._admission = scheduler, admission
         self._manager = scheduler.kv_cache_manager
         self._block_size = self._manager.coordinator.single_type_managers[0].block_size
         self._last: Any = None
@@ -141,20 +114,26 @@ class Repeated:
 
     def schedule(self, *arguments: Any, **options: Any) -> Any:
         """See Scheduler."""
-        output = self._again() if self._may_repeat() else None
+        held = self._admission.holds()
+        output = self._again() if self._may_repeat(held=held) else None
         if output is None:
-            output = self._decide(*arguments, **options)
+            output = self._admission.decide(*arguments, held=held, **options)
             self._running = list(self._scheduler.running)
             self._times = self._times_of(output)
         self._last = output
         return output
 
-    def _may_repeat(self) -> bool:
+    def _may_repeat(self, *, held: bool) -> bool:
+        """Returns whether nothing is to be decided.
+
+        Args:
+            held: whether requests that wait are not admitted in this step.
+        """
         scheduler = self._scheduler
         return bool(
             self._times > 0
             and scheduler.running == self._running
-            and not scheduler.waiting
+            and (held or not scheduler.waiting)
             # Since 0.27 or later, these wait with the others.
             and not getattr(scheduler, "skipped_waiting", None)
             and not scheduler.finished_req_ids

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlframe.rollout.vllm.decode.ahead import STEPS
-from rlframe.rollout.vllm.decode.scheduler import MARGIN, Repeated, scheduler, shorten, wait_for_tokens
+from rlframe.rollout.vllm.decode.admission import Admission
+from rlframe.rollout.vllm.decode.ahead import STEP_COST, STEPS
+from rlframe.rollout.vllm.decode.scheduler import MARGIN, Repeated, scheduler, shorten
 from tests.tiny_models import make
 
 pytestmark = [
@@ -111,7 +112,7 @@ def test_vllms_own_class_is_made_for_the_configuration() -> None:
             made.append(arguments)
 
     config = SimpleNamespace(scheduler_cls="rlframe's", get_scheduler_cls=lambda: Own)
-    vllm_config = SimpleNamespace(scheduler_config=config)
+    vllm_config = SimpleNamespace(scheduler_config=config, additional_config={STEP_COST: 2.0})
     assert isinstance(scheduler(vllm_config=vllm_config, log_stats=False), Own)
     assert made == [{"vllm_config": vllm_config, "log_stats": False}] and config.scheduler_cls == "rlframe's"
     assert Own.kv_cache_manager.allocate_slots.__name__ == "allocate_slots"
@@ -207,7 +208,7 @@ def test_a_step_that_is_repeated_is_the_one_that_vllm_decides_on(
         assert shorten(short.kv_cache_manager, lookahead=0) and Repeated.knows(short)
         decided, decide = [], short.schedule
         short.schedule = lambda *rest, decide=decide, decided=decided: decided.append(1) or decide(*rest)
-        Repeated(short).install()
+        Repeated(short, Admission(short, step_cost=0)).install()
         for expected, found in zip(served(own, seed=seed), served(short, seed=seed), strict=True):
             assert found == expected
         assert STEPS_SERVED - len(decided) > 50
@@ -215,16 +216,18 @@ def test_a_step_that_is_repeated_is_the_one_that_vllm_decides_on(
         assert free == other
 
 
-def responses(made: Any, requests: list[Any], *, steps: int) -> None:
-    """Serves requests to their ends by a device that samples the number of a token, with so many steps under way."""
+def responses(made: Any, requests: list[Any], *, steps: int) -> list[Any]:
+    """Serves requests to their ends by a device that samples the number of a token, with so many steps under way.
+    Returns the decisions."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     known: dict[str, int] = {}
+    decisions: list[Any] = []
     under_way: deque[tuple[Any, list[list[int]]]] = deque()
     for each in requests:
         made.add_request(each)
     while made.has_unfinished_requests():
-        output = made.schedule()
+        decisions.append(output := made.schedule())
         begun = {each.req_id: each for each in output.scheduled_new_reqs}
         known |= {name: len(each.prefill_token_ids) for name, each in begun.items()}
         cached = output.scheduled_cached_reqs
@@ -243,6 +246,7 @@ def responses(made: Any, requests: list[Any], *, steps: int) -> None:
             made.update_from_output(
                 first, ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=tokens)
             )
+    return decisions
 
 
 def as_026(made: Any) -> None:
@@ -257,14 +261,16 @@ def as_026(made: Any) -> None:
     made._preempt_request = preempt_request
 
 
-@pytest.mark.parametrize("keeps_account", [False, True])
-def test_preempted_requests_go_on_behind_the_tokens_of_steps_under_way(folder: Path, keeps_account: bool) -> None:
+@pytest.mark.parametrize(("keeps_account", "step_cost"), [(False, 0.0), (True, 0.0), (False, 1.0)])
+def test_preempted_requests_go_on_behind_the_tokens_of_steps_under_way(
+    folder: Path, keeps_account: bool, step_cost: float
+) -> None:
     """With two steps under way vLLM knows all tokens when it lets a request begin anew. With three 0.26 did so before
     the last had come, sampled it again, and took both."""
     made = scheduling(folder, blocks=14, second_runner=True)
     if not keeps_account:
         as_026(made)
-    wait_for_tokens(made)
+    Admission(made, step_cost=step_cost).install()
     drawn = random.Random(0)
     lengths = {str(number): drawn.randint(20, 40) for number in range(12)}
     requests = [

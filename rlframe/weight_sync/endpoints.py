@@ -199,6 +199,12 @@ class WeightDestination(DestinationRank):
             for part in link.parts
         )
 
+    @property
+    def pulls_alone(self) -> bool:
+        """Whether `receive` needs neither the engine's loader nor a source that sends at the same time, so that any
+        thread of the process may call it."""
+        return self._transport is not None and self._staging is None and not self._transport.two_sided
+
     def receive(self) -> Received:
         """Pulls every piece, then digests this rank's own memory."""
         assert self._transport is not None, "connect before receive"

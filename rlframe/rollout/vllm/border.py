@@ -45,8 +45,8 @@ class Extension(Protocol):
         ...
 
     def rlframe_line(self) -> bytes:
-        """Returns, pickled, the address at which this rank answers `rlframe_take` beside its steps. Empty if it does
-        not."""
+        """Returns, pickled, the address at which this rank answers beside its steps, empty if it does not, and whether
+        it answers `rlframe_take` there. Every rank answers calls to receive weights there."""
         ...
 
     def rlframe_drafts(self) -> bytes:

@@ -42,7 +42,7 @@ from rlframe.rollout.vllm.launch import (
     register_here,
     runs_first,
 )
-from rlframe.rollout.vllm.line import Line, by_line
+from rlframe.rollout.vllm.line import Line, by_line, called
 from rlframe.rollout.vllm.pending import follow, score, top
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.input import ModelInput
@@ -139,17 +139,20 @@ class VllmEngine(ServedEngine, ProfilesItself):
         # With vLLM's own check of drafts, which is model runner V2's, vLLM returns logprobs itself.
         records = config.speculative is None or runs_first()
         assert records or not with_routes, "router replay with drafts is refused with the configuration"
-        self._line = self._line_to_worker() if records else None
+        self._lines, taking = self._lines_to_workers()
         call = partial(self._each_rank, Extension.rlframe_take)
-        self._fetcher = Fetcher(by_line(self._line, call) if self._line else call) if records else None
+        self._fetcher = Fetcher(by_line(taking, call) if taking else call) if records else None
 
-    def _line_to_worker(self) -> Line | None:
-        """Returns the line to the rank that has the records. None if it has none, or no process of its own."""
+    def _lines_to_workers(self) -> tuple[list[Line], Line | None]:
+        """Returns the lines to all ranks, none if they have no processes of their own, and that to the rank that has
+        the records. None if it does not answer there."""
         if not self.config.num_worker_processes(cuda=self._cuda):
-            return None
-        addresses = filter(None, map(pickle.loads, self._rpc(Extension.rlframe_line)))
-        address: str | None = next(addresses, None)
-        return None if address is None else self._wait(Line.to(address), doing="line to the worker")
+            return [], None
+        addresses, takes = zip(*map(pickle.loads, self._rpc(Extension.rlframe_line)), strict=True)
+        if not all(addresses):
+            return [], None
+        lines = [self._wait(Line.to(each), doing="line to a worker") for each in addresses]
+        return lines, lines[takes.index(True)] if any(takes) else None
 
     def generate_each(self, requests: list[GenerationRequest]) -> Iterator[list[tuple[int, Completion]]]:
         with self._admitted(requests) as admitted:
@@ -230,18 +233,23 @@ class VllmEngine(ServedEngine, ProfilesItself):
 
     def on_ranks(self, calls: Sequence[RankCall[DestinationRank, T]]) -> list[T]:
         assert len(calls) == self.config.tp, f"expected one call for each of {self.config.tp} ranks, got {len(calls)}"
-        call = self._each_rank(Extension.rlframe_call, [pickle.dumps(each) for each in calls])
         receives = calls[0].method is DestinationRank.receive
-        answers = self._wait(self._with_empty_cache(call) if receives else call, doing=calls[0].name)
+        make = self._receive if receives else partial(self._each_rank, Extension.rlframe_call)
+        answers = self._wait(make([pickle.dumps(each) for each in calls]), doing=calls[0].name)
         return self._results(map(pickle.loads, answers), received=receives)
 
-    async def _with_empty_cache(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Runs `call` and returns its result. If no request runs, none can begin before `resume`; the prefix cache is
-        then emptied in the same turn of the loop."""
+    async def _receive(self, calls: list[bytes]) -> list[bytes]:
+        """Makes calls to receive weights. If no request runs, none can begin before `resume`: a step that is still
+        under way computes tokens that nobody reads, so that nothing waits for it, and the prefix cache is emptied in
+        the same turn of the loop."""
         if self._running() or self._asleep:
-            return await call
-        self._emptied, result = await asyncio.gather(self._engine.reset_prefix_cache(), call)
-        return result
+            return await self._each_rank(Extension.rlframe_call, calls)
+        self._emptied, answers = await asyncio.gather(self._engine.reset_prefix_cache(), self._beside_steps(calls))
+        return answers
+
+    async def _beside_steps(self, calls: list[bytes]) -> list[bytes]:
+        answers = await called(self._lines, calls) if self._lines else None
+        return answers or await self._each_rank(Extension.rlframe_call, calls)
 
     def pause(self) -> None:
         self._scores_done()
@@ -344,8 +352,8 @@ class VllmEngine(ServedEngine, ProfilesItself):
         if self._closed:
             return
         self._closed = True
-        if self._line is not None:
-            self._loop.call_soon_threadsafe(self._line.close)
+        for line in self._lines:
+            self._loop.call_soon_threadsafe(line.close)
         self._engine.shutdown()
         # vLLM's finalizer shuts the engine down again. Run it here, not at the end of the interpreter.
         del self._engine

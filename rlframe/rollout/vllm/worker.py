@@ -8,7 +8,7 @@ import copy
 import logging
 import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
 from rlframe.rollout.vllm.decode.ahead import look_ahead, multiplies_few_rows
 from rlframe.rollout.vllm.drafter import DRAFT, DRAFT_NOTES, DraftNotes
 from rlframe.rollout.vllm.layout import weights
-from rlframe.rollout.vllm.line import answering
+from rlframe.rollout.vllm.line import CALL, TAKE, answering, wanted_in
 from rlframe.rollout.vllm.reload import LayerwiseReload
 from rlframe.rollout.vllm.routes import CAPTURE, RouteCapture, RouteRecord
 from rlframe.rollout.vllm.sampling import verify
@@ -345,7 +345,7 @@ class RankExtension:
             record_s=time.perf_counter() - started,
         )
 
-    def rlframe_call(self, calls: list[bytes]) -> bytes:
+    def rlframe_call(self, calls: Sequence[bytes] | Mapping[int, bytes]) -> bytes:
         """See Extension."""
         call: RankCall[DestinationRank, Any] = pickle.loads(calls[self.rank])
         result, failure = None, None
@@ -373,8 +373,16 @@ class RankExtension:
 
     def rlframe_line(self) -> bytes:
         """See Extension. Experts lie where steps write: they are read between two of them, by vLLM's own call."""
-        answers = self.rlframe_record is not None and self.rlframe_routes is None and self._samples_all()
-        return pickle.dumps(answering(self.rlframe_take, self.device) if answers and not self.rank else "")
+        answers: dict[bytes, Callable[[bytes], bytes]] = {CALL: self._received_beside}
+        takes = self.rlframe_record is not None and self.rlframe_routes is None and self._samples_all()
+        takes = takes and not self.rank
+        if takes:
+            answers[TAKE] = lambda message: self.rlframe_take(wanted_in(message))
+        return pickle.dumps((answering(answers, self.device), takes))
+
+    def _received_beside(self, call: bytes) -> bytes:
+        """Executes a call to receive weights. Returns nothing if it must be made by vLLM."""
+        return self.rlframe_call({self.rank: call}) if self.rlframe_destination.pulls_alone else b""
 
     def _samples_all(self) -> bool:
         """Returns whether this rank samples the whole batch, as the others. Otherwise each samples a part (an option of

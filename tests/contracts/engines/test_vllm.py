@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlframe.rollout.vllm import launch
+from rlframe.rollout.vllm.line import CALL, TAKE, Line
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.calls import RankCall
 from rlframe.weight_sync.border import DestinationRank
@@ -74,22 +76,31 @@ def test_a_dense_model_gets_the_weights_by_a_reload(kind: Kind, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", [param("vllm")])
-def test_a_worker_with_a_process_of_its_own_gets_the_weights_and_samples_the_same(kind: Kind, tmp_path: Path):
+def test_a_worker_with_a_process_of_its_own_gets_the_weights_and_samples_the_same(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     # Without experts, whose routes are not asked for beside steps.
     folder = make("qwen3", tmp_path)
     weights = load_file(folder / "model.safetensors")
     new = perturbed(weights, seed=5)
     requests = make_requests(2, group_size=2, sampling=SamplingParams(temperature=0.8, max_tokens=12))
-    found = []
+    # Linear layers stay as loaded, so that weights are written into them and not reloaded.
+    settings = launch.loader_settings
+    monkeypatch.setattr(launch, "loader_settings", lambda *rest, **more: settings(*rest, **more) | {"as_loaded": True})
+    found, asked, ask = [], [], Line.ask
+    monkeypatch.setattr(Line, "ask", lambda line, what, message: asked.append(what) or ask(line, what, message))
     for apart in (False, True):
         engine = kind.start(folder, worker_process=apart)
-        assert bool(engine._line) == apart
+        assert len(engine._lines) == apart
         trainer, _, sync = synced(engine, weights)
+        assert not sync.choice.reloads
         trainer.train(new)
         sync.publish(version=1)
         found.append([(each.token_ids.tolist(), list(each.logprobs)) for each in engine.generate(requests)])
         engine.close()
     assert found[0] == found[1]
+    # The weights came beside vLLM's own calls, as the logprobs did.
+    assert asked.count(CALL) == 1 and asked.count(TAKE) >= 1
 
 
 @pytest.mark.parametrize("kind", [param("vllm")])

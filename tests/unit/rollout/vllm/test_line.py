@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlframe.rollout.vllm.fetch import Wanted
-from rlframe.rollout.vllm.line import Line, answering, bound, by_line
+from rlframe.rollout.vllm.line import CALL, TAKE, Line, answering, bound, by_line, called, wanted_in
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ async def asked_of_vllm(wanted: list[Wanted]) -> list[bytes]:
 
 
 def test_a_worker_answers_one_call_after_the_other_and_leaves_no_files():
-    address = answering(names, CPU)
+    address = answering({TAKE: lambda message: names(wanted_in(message))}, CPU)
 
     async def ask() -> list[list[bytes]]:
         line = await Line.to(address)
@@ -48,6 +48,19 @@ def test_once_a_worker_is_gone_vllm_is_asked(tmp_path: Path):
             return [await take([("a", 1, 0)]), await take([("b", 1, 0)])]
 
     assert [answers[1] for answers in asyncio.run(ask())] == [b"of the other rank"] * 2
+
+
+def test_calls_are_answered_by_all_workers_or_left_to_vllm():
+    addresses = [answering({CALL: lambda call: call * 2}, CPU) for _ in range(2)]
+
+    async def ask() -> list[list[bytes] | None]:
+        lines = [await Line.to(each) for each in addresses]
+        # A worker that answers nothing does not answer this call beside its steps.
+        answers = [await called(lines, [b"one", b"two"]), await called(lines, [b"one", b""])]
+        lines[0].close()
+        return [*answers, await called(lines, [b"one", b"two"])]
+
+    assert asyncio.run(ask()) == [[b"oneone", b"twotwo"], None, None]
 
 
 @pytest.mark.parametrize("name", ["long" * 40, "nowhere"])

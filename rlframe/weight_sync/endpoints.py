@@ -201,8 +201,8 @@ class WeightDestination(DestinationRank):
 
     @property
     def pulls_alone(self) -> bool:
-        """Whether `receive` needs neither the engine's loader nor a source that sends at the same time, so that any
-        thread of the process may call it."""
+        """Returns whether `receive` needs neither the engine's loader nor a source that sends at the same time, so that
+        any thread of the process may call it."""
         return self._transport is not None and self._staging is None and not self._transport.two_sided
 
     def receive(self) -> Received:

@@ -116,8 +116,8 @@ class VllmEngine(ServedEngine, ProfilesItself):
         super().__init__(config, folder=folder, cuda=device != "cpu")
         self._routers = Routers.of(load_family(folder).architecture(read_config(folder))) if with_routes else None
         self._paused = False
-        self._emptied = False
-        """True if the prefix cache was emptied during a sync that is not committed yet."""
+        self._emptying: asyncio.Task[bool] | None = None
+        """Empties the prefix cache during a sync that is not committed yet."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
@@ -240,15 +240,14 @@ class VllmEngine(ServedEngine, ProfilesItself):
 
     async def _receive(self, calls: list[bytes]) -> list[bytes]:
         """Makes calls to receive weights. If no request runs, none can begin before `resume`: a step that is still
-        under way computes tokens that nobody reads, so that nothing waits for it, and the prefix cache is emptied in
-        the same turn of the loop."""
-        if self._running() or self._asleep:
-            return await self._each_rank(Extension.rlframe_call, calls)
-        self._emptied, answers = await asyncio.gather(self._engine.reset_prefix_cache(), self._beside_steps(calls))
-        return answers
-
-    async def _beside_steps(self, calls: list[bytes]) -> list[bytes]:
-        answers = await called(self._lines, calls) if self._lines else None
+        under way computes tokens that nobody reads, so that nothing waits for it, and vLLM empties the prefix cache
+        meanwhile."""
+        answers, self._emptying = None, None
+        if not self._running() and not self._asleep:
+            self._emptying = asyncio.create_task(self._engine.reset_prefix_cache())
+            # It is sent first: vLLM's core would not look at it before the end of a call.
+            await asyncio.sleep(0)
+            answers = await called(self._lines, calls) if self._lines else None
         return answers or await self._each_rank(Extension.rlframe_call, calls)
 
     def pause(self) -> None:
@@ -268,9 +267,8 @@ class VllmEngine(ServedEngine, ProfilesItself):
         if self._keeps:
             # Requests hold blocks of the cache, which cannot be emptied then. New ones get another salt instead.
             self._epoch += 1
-        elif not self._emptied and not await self._engine.reset_prefix_cache():
+        elif not await self._is_emptied() and not await self._engine.reset_prefix_cache():
             raise WeightSyncFailed("vLLM did not empty its prefix cache: a request still holds blocks of it")
-        self._emptied = False
         if not self._paused:
             return
         await self._drain()
@@ -281,6 +279,11 @@ class VllmEngine(ServedEngine, ProfilesItself):
             await self._begin_again()
         self._paused = False
         await self._engine.resume_generation()
+
+    async def _is_emptied(self) -> bool:
+        """Returns whether the prefix cache was emptied in this sync."""
+        emptying, self._emptying = self._emptying, None
+        return emptying is not None and await emptying
 
     async def _begin_again(self) -> None:
         """Sends requests without a token to vLLM again, in the present epoch. Those that wait in vLLM's queue would

@@ -117,18 +117,26 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *faults(
-        "rlframe/rollout/vllm/decode/scheduler.py",
+        "rlframe/rollout/vllm/decode/admission.py",
         "tests/unit/rollout/vllm/test_scheduler.py",
         (
             "a preempted request does not wait for its tokens",
-            'if each.status.name == "PREEMPTED" and each.num_output_placeholders]',
-            "if False]",
+            'if each.status.name == "PREEMPTED" and each.num_output_placeholders\n',
+            "if False\n",
         ),
         (
             "no request is admitted after a preemption",
-            "            scheduler.set_pause_state(PauseState.UNPAUSED)\n",
+            "            scheduler._pause_state = PauseState.UNPAUSED\n",
             "            pass\n",
         ),
+    ),
+    *faults(
+        "rlframe/rollout/vllm/decode/admission.py",
+        "tests/unit/rollout/vllm/test_admission.py",
+        ("requests wait while places are free", "bool(scheduler.waiting) and decodes", "decodes"),
+        ("the last requests of a batch wait", "return len(waiting) > empty and ", "return "),
+        ("a step with prompts costs one sequence", "self._step_cost * num_running", "self._step_cost"),
+        ("requests wait for a prompt that is computed in parts", "waiting) and decodes and not", "waiting) and not"),
     ),
     *faults(
         "rlframe/rollout/vllm/decode/steady.py",

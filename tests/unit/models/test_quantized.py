@@ -1,6 +1,8 @@
 """Quantised weights are read as what they stand for, bit for bit as their authors' own code reads them."""
 
+import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -288,3 +290,19 @@ def test_config_of_a_text_model_inside_another_counts() -> None:
     inner = {"text_config": {"quantization_config": CONFIGS["mxfp4"], "dtype": "float16"}}
     assert isinstance(stated.quantization(inner), Mxfp4) and stated.dtype(inner) == torch.float16
     assert stated.without(inner) == {"text_config": {"dtype": "float16"}}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fault"),
+    [
+        *itertools.product((torch.bfloat16, torch.float16, torch.float32), (math.nan, math.inf, -math.inf)),
+        (torch.float8_e4m3fn, math.nan),
+    ],
+)
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype, fault: float) -> None:
+    # Vectors of a processor and what is left at the end.
+    for place in (0, 5, 16, 77, 130):
+        values = torch.linspace(-3, 3, 131)
+        assert base.finite(values.to(dtype)) and base.finite(values[:0].to(dtype))
+        values[place] = fault
+        assert not base.finite(values.to(dtype).view(1, -1))

@@ -1,4 +1,4 @@
-"""When vLLM's scheduler admits requests that wait.
+"""The steps in which vLLM's scheduler admits requests that wait.
 
 vLLM (0.26 to 0.32) admits a request as soon as it fits. Two things are wrong with that:
 
@@ -71,10 +71,12 @@ class Admission:
 
     def _note(self, output: Any) -> None:
         """Takes note of a step that admits all requests that fit."""
+        scheduler = self._scheduler
         admits = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
         # Prompts use up a step's tokens. Others may then fit into the next one.
         decodes = output.total_num_scheduled_tokens == len(output.num_scheduled_tokens)
-        self._most = len(self._scheduler.running) if decodes and not admits else None
+        is_full = bool(scheduler.waiting) and decodes and not admits
+        self._most = len(scheduler.running) if is_full else None
         self._lost = 0
 
     def _saves(self) -> bool:

@@ -11,7 +11,10 @@ draws do not depend on which other requests there are.
 # pyright: reportMissingParameterType=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,12 +123,29 @@ class OnePass:
         # Of a step in which every row samples one token.
         self._all = torch.ones(rows, dtype=torch.int32, device=device)
         self._none = torch.zeros(rows, dtype=torch.int32, device=device)
-        logits: Tensor = torch.zeros(1, states.vocab_size, dtype=dtype, device=device)
-        slots = torch.zeros(1, dtype=torch.int32, device=device)
-        for stops in (None, self._stops()):
-            for divides in (False, True):
-                self._draw(logits, slots, slots, stops=stops, divides=divides)
-        self.draw(logits.float(), slots, slots.long())
+        self._compile(torch.zeros(1, states.vocab_size, dtype=dtype, device=device))
+
+    def _compile(self, logits: Float[Tensor, "1 V"]) -> None:
+        """Compiles all kernels, side by side: one after the other they took a start 4 seconds."""
+        slots = torch.zeros(1, dtype=torch.int32, device=logits.device)
+        draws = [
+            partial(self._draw, logits, slots, slots, stops=stops, divides=divides)
+            for stops in (None, self._stops())
+            for divides in (False, True)
+        ]
+        draws.append(partial(self.draw, logits.float(), slots, slots.long()))
+
+        def run(draw: Callable[[], object]) -> None:
+            # Threads begin on the first device.
+            with torch.cuda.device(logits.device):
+                draw()
+
+        if logits.is_cuda:
+            with ThreadPoolExecutor(len(draws)) as pool:
+                list(pool.map(run, draws))
+        # Once more: Triton may have lost one of two kernels that were its first on the device at the same time.
+        for draw in draws:
+            draw()
 
     def take(self) -> None:
         """Copies the requests' values. vLLM has them in the host's memory, where each program of a kernel would read

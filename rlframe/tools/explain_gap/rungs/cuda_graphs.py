@@ -29,7 +29,7 @@ class CudaGraphs(Rung):
     def settings(self, subject: Subject) -> Mapping[str, Any]:
         """See Rung."""
         # Without compilation there is nothing left that rollout.compile could turn off.
-        compiled = {"rollout.compile": True} if hasattr(subject.run.rollout, "compile") else {}
+        compiled = {"rollout.compile": False} if hasattr(subject.run.rollout, "compile") else {}
         return {"rollout.enforce_eager": True} | compiled
 
 

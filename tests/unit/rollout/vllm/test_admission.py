@@ -70,6 +70,18 @@ def test_requests_that_wait_for_the_tokens_of_a_step_are_not_held_back(folder: P
     assert admitted(folder, [40] * 8, step_cost=100, prompts=prompts)[1] == 3
 
 
+def test_requests_that_come_while_places_are_free_are_admitted_in_the_next_step(folder: Path) -> None:
+    made: Any = scheduling(folder, blocks=200, second_runner=True)
+    Admission(made, step_cost=100).install()
+    for number in range(7):
+        # Nothing waits in the second step of each turn.
+        made.add_request(request(str(number), [8 + number, 9, 10]))
+        output = made.schedule()
+        assert [each.req_id for each in output.scheduled_new_reqs] == ([str(number)] if number < 6 else [])
+        made.schedule()
+    assert len(made.waiting) == 1
+
+
 def test_requests_are_held_back_while_no_memory_is_free(folder: Path) -> None:
     def served(step_cost: float) -> tuple[int, int]:
         made: Any = scheduling(folder, blocks=14, second_runner=True)

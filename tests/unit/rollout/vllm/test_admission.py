@@ -65,9 +65,8 @@ def test_the_last_ones_are_admitted_at_once(folder: Path) -> None:
 
 
 def test_requests_that_wait_for_the_tokens_of_a_step_are_not_held_back(folder: Path) -> None:
-    # A step has 64 tokens: the third prompt is computed in two of them, and the others follow at once.
-    prompts = [30, 30, 40, 3, 3, 3, 3, 3]
-    assert admitted(folder, [40] * 8, step_cost=100, prompts=prompts)[1] == 3
+    # A step has 64 tokens: step 2 computes only a part of the second prompt, and the others follow it at once.
+    assert admitted(folder, [15] * 6, step_cost=100, prompts=[100, 100, 3, 3, 3, 3]) == {0: 1, 1: 1, 3: 4}
 
 
 def test_requests_that_come_while_places_are_free_are_admitted_in_the_next_step(folder: Path) -> None:

@@ -242,12 +242,13 @@ class VllmEngine(ServedEngine, ProfilesItself):
         """Makes calls to receive weights. If no request runs, none can begin before `resume`: a step that is still
         under way computes tokens that nobody reads, so that nothing waits for it, and vLLM empties the prefix cache
         meanwhile."""
-        answers, self._emptying = None, None
-        if not self._running() and not self._asleep:
+        answers, self._emptying, idle = None, None, not self._running()
+        if idle and not self._asleep:
             self._emptying = asyncio.create_task(self._engine.reset_prefix_cache())
             # It is sent first: vLLM's core would not look at it before the end of a call.
             await asyncio.sleep(0)
-            answers = await called(self._lines, calls) if self._lines else None
+        if idle and self._lines:
+            answers = await called(self._lines, calls)
         return answers or await self._each_rank(Extension.rlframe_call, calls)
 
     def pause(self) -> None:

@@ -121,10 +121,15 @@ class Line:
             OSError, asyncio.IncompleteReadError: the worker is gone.
         """
         async with self._one_call:
-            self._writer.write(LENGTH.pack(len(what) + len(message)) + what + message)
-            await self._writer.drain()
-            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            return await self._reader.readexactly(length)
+            try:
+                self._writer.write(LENGTH.pack(len(what) + len(message)) + what + message)
+                await self._writer.drain()
+                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                return await self._reader.readexactly(length)
+            except BaseException:
+                # The next call would otherwise read the answer of one that was cancelled.
+                self.close()
+                raise
 
     def close(self) -> None:
         """Ends the worker's thread."""

@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,18 @@ def test_calls_are_answered_by_all_workers_or_left_to_vllm():
         return [*answers, await called(lines, [b"one", b"two"])]
 
     assert asyncio.run(ask()) == [[b"oneone", b"twotwo"], None, None]
+
+
+def test_no_call_reads_the_answer_of_one_that_was_cancelled():
+    address = answering({CALL: lambda call: time.sleep(0.1) or call}, CPU)
+
+    async def ask() -> list[bytes] | None:
+        line = await Line.to(address)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(line.ask(CALL, b"one"), timeout=0.01)
+        return await called([line], [b"two"])
+
+    assert asyncio.run(ask()) is None
 
 
 @pytest.mark.parametrize("name", ["long" * 40, "nowhere"])

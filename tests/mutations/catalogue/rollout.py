@@ -134,7 +134,7 @@ MUTATIONS: list[Mutation] = [
         "rlframe/rollout/vllm/decode/admission.py",
         "tests/unit/rollout/vllm/test_admission.py",
         ("requests wait while places are free", "bool(scheduler.waiting) and decodes", "decodes"),
-        ("the last requests of a batch wait", "return len(waiting) > empty and ", "return "),
+        ("the last requests of a batch wait", "saves = len(waiting) > empty and ", "saves = "),
         ("a step with prompts costs one sequence", "self._step_cost * num_running", "self._step_cost"),
         ("requests wait for a prompt that is computed in parts", "waiting) and decodes and not", "waiting) and not"),
     ),

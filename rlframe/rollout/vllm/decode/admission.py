@@ -12,6 +12,8 @@ vLLM (0.26 to 0.32) admits a request as soon as it fits. Two things are wrong wi
 
 from typing import Any
 
+MOST_HELD = 128
+"""Steps after which vLLM decides again whether another request fits: windows of attention give memory back, too."""
 PLAIN = ("WAITING", "PREEMPTED")
 """Names of the states of requests that wait for nothing but their admission."""
 
@@ -33,6 +35,8 @@ class Admission:
         """Number of requests that ran when no other fitted any more. None if others may fit."""
         self._lost = 0
         """Tokens that requests would have sampled since, had they been admitted into empty places at once."""
+        self._held = 0
+        """Steps since then."""
 
     def install(self) -> None:
         """Takes the place of the scheduler's methods."""
@@ -77,7 +81,7 @@ class Admission:
         decodes = output.total_num_scheduled_tokens == len(output.num_scheduled_tokens)
         is_full = bool(scheduler.waiting) and decodes and not admits
         self._most = len(scheduler.running) if is_full else None
-        self._lost = 0
+        self._lost = self._held = 0
 
     def _saves(self) -> bool:
         """Returns whether requests wait on until several can be admitted in one step.
@@ -97,7 +101,9 @@ class Admission:
             return False
         empty = self._most - num_running
         self._lost += max(0, empty)
-        return len(waiting) > empty and self._lost < self._step_cost * num_running
+        self._held += 1
+        saves = len(waiting) > empty and self._lost < self._step_cost * num_running
+        return saves and self._held <= MOST_HELD
 
     def _preempt_request(self, request: Any, *arguments: Any, **options: Any) -> None:
         self._preempt(request, *arguments, **options)

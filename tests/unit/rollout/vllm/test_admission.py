@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlframe.rollout.vllm.decode import admission
 from rlframe.rollout.vllm.decode.admission import Admission
 from rlframe.rollout.vllm.decode.scheduler import Repeated, shorten
 from tests.unit.rollout.vllm.test_scheduler import folder, request, responses, scheduling
@@ -23,11 +24,11 @@ def admitted(
     """Number of requests that each step admits, by the number of the step, where there are any. Six run at a time, and
     one step is under way."""
     made = scheduling(folder, blocks=200, second_runner=True)
-    admission = Admission(made, step_cost=step_cost)
-    admission.install()
+    admits = Admission(made, step_cost=step_cost)
+    admits.install()
     if repeats:
         assert shorten(made.kv_cache_manager, lookahead=0)
-        Repeated(made, admission).install()
+        Repeated(made, admits).install()
     sizes = prompts or [3] * len(lengths)
     requests = [
         request(str(index), [*range(8 + index, 8 + index + size)], max_tokens=length)
@@ -79,6 +80,13 @@ def test_requests_that_come_while_places_are_free_are_admitted_in_the_next_step(
         assert [each.req_id for each in output.scheduled_new_reqs] == ([str(number)] if number < 6 else [])
         made.schedule()
     assert len(made.waiting) == 1
+
+
+def test_vllm_decides_again_after_a_while(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MOST_HELD", 5)
+    # Steps 1 and 7 have found no place, so that five steps behind each are held. Step 13 finds two, and as it admits, 14
+    # may too: the third ended in 13. The last one waits alone.
+    assert admitted(folder, LENGTHS, step_cost=100) == {0: 6, 13: 2, 14: 1, 40: 1}
 
 
 def test_requests_are_held_back_while_no_memory_is_free(folder: Path) -> None:

@@ -65,7 +65,7 @@ class Server:
         application.router.add_post("/attempts/{number}/v1/chat/completions", self._answering(chat))
         application.router.add_post("/attempts/{number}/v1/responses", self._answering(responses))
         application.router.add_get("/attempts/{number}/v1/models", self._models)
-        application.router.add_get("/attempts/{number}/v1/models/{model}", self._model)
+        application.router.add_get("/attempts/{number}/v1/models/{model:.+}", self._model)
         if self._runner is not None:
             await self._runner.cleanup()
         # A call whose agent has gone is aborted.

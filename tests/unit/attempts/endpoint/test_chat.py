@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, OpenAI
+from openai.types import Model
 from transformers import PreTrainedTokenizerBase
 
 from rlframe.attempts.endpoint import chat, responses
@@ -110,6 +111,8 @@ def test_a_client_that_blocks_asks_from_a_thread(words: PreTrainedTokenizerBase)
         with OpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
             assert [each.id for each in client.models.list()] == ["policy"]
             assert client.models.retrieve("policy").id == "policy"
+            assert client.models.retrieve("owner/name").id == "owner/name"
+            assert client.get("/models/owner/name", cast_to=Model).id == "owner/name"
             with client.chat.completions.stream(model="m", messages=[QUESTION]) as stream:
                 assert stream.get_final_completion().choices[0].message.content == "about 150"
 

@@ -261,16 +261,21 @@ def as_026(made: Any) -> None:
     made._preempt_request = preempt_request
 
 
+@pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize(("keeps_account", "step_cost"), [(False, 0.0), (True, 0.0), (False, 1.0)])
 def test_preempted_requests_go_on_behind_the_tokens_of_steps_under_way(
-    folder: Path, keeps_account: bool, step_cost: float
+    folder: Path, keeps_account: bool, step_cost: float, repeats: bool
 ) -> None:
     """With two steps under way vLLM knows all tokens when it lets a request begin anew. With three 0.26 did so before
     the last had come, sampled it again, and took both."""
     made = scheduling(folder, blocks=14, second_runner=True)
     if not keeps_account:
         as_026(made)
-    Admission(made, step_cost=step_cost).install()
+    admission = Admission(made, step_cost=step_cost)
+    admission.install()
+    if repeats:
+        assert shorten(made.kv_cache_manager, lookahead=0)
+        Repeated(made, admission).install()
     drawn = random.Random(0)
     lengths = {str(number): drawn.randint(20, 40) for number in range(12)}
     requests = [

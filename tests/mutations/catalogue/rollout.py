@@ -133,10 +133,11 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/rollout/vllm/decode/admission.py",
         "tests/unit/rollout/vllm/test_admission.py",
-        ("requests wait while places are free", "bool(scheduler.waiting) and decodes", "decodes"),
+        ("requests wait while places are free", "if scheduler.waiting and is_full else", "if is_full else"),
         ("the last requests of a batch wait", "saves = len(waiting) > empty and ", "saves = "),
         ("a step with prompts costs one sequence", "self._step_cost * num_running", "self._step_cost"),
-        ("requests wait for a prompt that is computed in parts", "waiting) and decodes and not", "waiting) and not"),
+        ("requests wait for a prompt that is computed in parts", "(decodes and not admits)", "(not admits)"),
+        ("places that are full are looked through", "num_running >= scheduler.max_num_running_reqs or ", ""),
     ),
     *faults(
         "rlframe/rollout/vllm/decode/steady.py",

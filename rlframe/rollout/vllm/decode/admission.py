@@ -79,8 +79,9 @@ class Admission:
         admits = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
         # Prompts use up a step's tokens. Others may then fit into the next one.
         decodes = output.total_num_scheduled_tokens == len(output.num_scheduled_tokens)
-        is_full = bool(scheduler.waiting) and decodes and not admits
-        self._most = len(scheduler.running) if is_full else None
+        num_running = len(scheduler.running)
+        is_full = num_running >= scheduler.max_num_running_reqs or (decodes and not admits)
+        self._most = num_running if scheduler.waiting and is_full else None
         self._lost = self._held = 0
 
     def _saves(self) -> bool:

@@ -84,9 +84,8 @@ def test_requests_that_come_while_places_are_free_are_admitted_in_the_next_step(
 
 def test_vllm_decides_again_after_a_while(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "MOST_HELD", 5)
-    # Steps 1 and 7 have found no place, so that five steps behind each are held. 13 finds two, and as it admits, 14
-    # may too: the third ended in 13. The last one waits alone.
-    assert admitted(folder, LENGTHS, step_cost=100) == {0: 6, 13: 2, 14: 1, 40: 1}
+    # Step 0 has filled all places, so that five steps are held. 6 finds none, and 12 finds two.
+    assert admitted(folder, LENGTHS, step_cost=100) == {0: 6, 12: 2, 18: 1, 40: 1}
 
 
 def test_requests_are_held_back_while_no_memory_is_free(folder: Path) -> None:

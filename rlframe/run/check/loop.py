@@ -8,7 +8,6 @@ from rlframe.attempts.sessions.calls import CannotStart, Setup
 from rlframe.attempts.sessions.pool import try_start
 from rlframe.environments.base import find_environment, rewards
 from rlframe.loops.saving.manifest import named_checkpoints
-from rlframe.megatron.checkpoint.metadata import read_metadata
 from rlframe.megatron.config.mtp import MtpMode, in_head
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.run.check.context import algorithm_of, evaluates, online, samples
@@ -230,6 +229,8 @@ def checkpoint(run: RunConfig) -> Iterator[Fault]:
 
 def _without_head(mode: MtpMode, folder: Path) -> Iterator[Fault]:
     """Rejects a checkpoint without the head for multi-token prediction that a run keeps."""
+    from rlframe.megatron.checkpoint.metadata import read_metadata  # noqa: PLC0415 - imports seconds of torch
+
     try:
         if not any(map(in_head, read_metadata(folder).state_dict_metadata)):
             why = f"checkpoint.start_from={folder} has no head for multi-token prediction"

@@ -35,9 +35,20 @@ class Answer:
     leads_to: str = ""
     """Fingerprint of the state after the answer."""
 
-    def note(self, rollout: Rollout) -> None:
-        """Adds everything but the tokens to an attempt."""
-        record_turn(rollout, malformed=self.malformed, calls=self.calls, reward=self.reward, leads_to=self.leads_to)
+    def note(self, rollout: Rollout, *, trouble: str = "") -> None:
+        """Adds everything but the tokens to an attempt.
+
+        Args:
+            trouble: the way in which the environment failed, if this is all that it answered.
+        """
+        record_turn(
+            rollout,
+            malformed=self.malformed,
+            calls=self.calls,
+            reward=self.reward,
+            leads_to=self.leads_to,
+            trouble=trouble,
+        )
         rollout.messages = [*rollout.messages, *self.messages]
         rollout.numbers = {**rollout.numbers, **self.numbers}
         if self.reward:

@@ -8,7 +8,7 @@ from enum import StrEnum
 import numpy as np
 
 from rlframe.attempts.account.ledger import DropReason
-from rlframe.attempts.dialogue import Dialogue, Open, record_turn
+from rlframe.attempts.dialogue import Dialogue, Open
 from rlframe.attempts.engines import names
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
 from rlframe.attempts.waits import Waits
@@ -281,7 +281,7 @@ class Turns:
                     self._to_last_response(task, rollout, progress)
                 rollout.ending = str(failure.trouble)
                 if rollout.num_turns > len(rollout.records):
-                    record_turn(rollout, trouble=str(failure.trouble))
+                    failure.answer.note(rollout, trouble=str(failure.trouble))
             if verdict is Verdict.RETRY and progress.retries < self._config.max_retries + progress.neighbours:
                 progress.retries += 1
                 self.events[Event.RETRIED] += 1
@@ -388,8 +388,12 @@ class Turns:
         """Appends what the environment answers."""
         with self._waits.one():
             answer = await dialogue.respond(rollout)
-            if answer.verdict:
-                await dialogue.close()
+            try:
+                if answer.verdict:
+                    await dialogue.close()
+            except SessionFailed as failure:
+                failure.answer = answer
+                raise
         # Nothing waits from here on, so that an interrupted attempt has either the whole answer or nothing of it.
         answer.note(rollout)
         if answer.cut_off:

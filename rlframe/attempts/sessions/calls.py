@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.attempts.dialogue import Answer
 from rlframe.environments.base import Endpoint, Environment, Turn, find_environment
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.processes.work import Limits
@@ -45,6 +46,9 @@ class SessionFailed(Exception):
     def __init__(self, trouble: Trouble, why: str):
         super().__init__(why)
         self.trouble = trouble
+        self.answer = Answer()
+        """What is known of the last turn all the same: the response as a message, and what the environment answered
+        before it failed."""
 
 
 class CannotStart(RlframeError):

@@ -34,7 +34,11 @@ class SessionDialogue:
         if rollout.finish_reason is FinishReason.LENGTH:
             return Answer(cut_off=True, messages=[reply.message], malformed=malformed)
         turn = Turn(message=reply.message, text=rollout.text, finish_reason=rollout.finish_reason, malformed=malformed)
-        step = await self._session.step(turn)
+        try:
+            step = await self._session.step(turn)
+        except SessionFailed as failure:
+            failure.answer = Answer(messages=[reply.message], malformed=malformed)
+            raise
         answer = Answer(
             messages=[reply.message, *step.messages],
             reward=step.reward,
@@ -48,7 +52,9 @@ class SessionDialogue:
         try:
             following: Any = self._language.follow(before, sampled, step.messages, self._tools, reply=reply)
         except (DataError, SettingError) as error:
-            raise SessionFailed(Trouble.NOT_RENDERED, str(error)) from None
+            failure = SessionFailed(Trouble.NOT_RENDERED, str(error))
+            failure.answer = answer
+            raise failure from None
         if isinstance(following, Fork):
             return replace(answer, token_ids=following.token_ids.tolist(), begins_anew=True)
         return replace(answer, token_ids=following.tolist())
@@ -94,6 +100,11 @@ class Sessions:
                 dialogue.abandon()
                 rollout.restart(rollout.prompt.input)
                 return await self.open(rollout, earlier=(), answered=0, seed=seed, alone=alone)
+        except SessionFailed as failure:
+            dialogue.abandon()
+            # That of an earlier turn, which the attempt has.
+            failure.answer = Answer()
+            raise
         except BaseException:
             dialogue.abandon()
             raise

@@ -55,8 +55,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "answers are noted before the session has closed",
-            "            if answer.verdict:\n                await dialogue.close()\n",
-            "            answer.note(rollout)\n            answer = type(answer)(token_ids=answer.token_ids, verdict=answer.verdict, begins_anew=answer.begins_anew)\n            if answer.verdict:\n                await dialogue.close()\n",
+            "            try:\n                if answer.verdict:\n                    await dialogue.close()\n",
+            "            answer.note(rollout)\n            answer = type(answer)(token_ids=answer.token_ids, verdict=answer.verdict, begins_anew=answer.begins_anew)\n            try:\n                if answer.verdict:\n                    await dialogue.close()\n",
         ),
     ),
     *faults(

@@ -63,3 +63,19 @@ class Rooms(Game):
     async def step(self, turn: Turn) -> Step:
         step = await super().step(turn)
         return replace(step, state=f"room {self._said % 2}")
+
+
+class Unready(Game):
+    """Fails at the turn that says `stop`."""
+
+    async def step(self, turn: Turn) -> Step:
+        if "stop" in turn.text:
+            raise RuntimeError("the game is broken")
+        return await super().step(turn)
+
+
+class Clinging(Game):
+    """Fails when it is over."""
+
+    async def close(self) -> None:
+        raise RuntimeError("the game cannot end")

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlframe.attempts.rendering.config import History, RenderingConfig
 from rlframe.environments.config import EnvironmentConfig, Verdict
+from rlframe.rewards.judge.question import shown
 from rlframe.rewards.runner import attempt_of
 from rlframe.types.rollout import Rollout
 from rlframe.types.turn import state_of_messages, state_of_name
@@ -66,6 +67,20 @@ def test_the_turn_at_which_an_environment_failed_says_so(words: PreTrainedTokeni
     _, ended, _ = attempted(words, lambda before: "stop<|end|>", config)
     (rollout,) = ended.group.rollouts
     assert [record.trouble for record in rollout.records] == ["raised"] and rollout.ending == "raised"
+
+
+@pytest.mark.parametrize(("name", "paid"), [("Unready", [1.0, 0.0]), ("Clinging", [1.0, 1.0])])
+def test_an_attempt_that_is_judged_although_its_environment_failed_has_its_last_turn(
+    words: PreTrainedTokenizerBase, name: str, paid: list[float]
+) -> None:
+    config = EnvironmentConfig(name=f"{HERE}:{name}", workers=1, on_failure=Verdict.TRAIN)
+    _, ended, _ = attempted(words, lambda before: "stop<|end|>" if "go" in before else "go<|end|>", config)
+    (rollout,) = ended.group.rollouts
+    assert [each["content"] for each in rollout.messages if each["role"] == "assistant"] == ["go", "stop"]
+    assert [record.trouble for record in rollout.records] == ["", "raised"] and rollout.ending == "raised"
+    # What the game had paid before it failed counts.
+    assert [record.reward for record in rollout.records] == paid and rollout.total_reward == sum(paid)
+    assert shown(attempt_of(rollout))["question"] == "12*13="
 
 
 def test_values_of_turns_lie_where_their_turns_end_in_whichever_sequence(words: PreTrainedTokenizerBase) -> None:

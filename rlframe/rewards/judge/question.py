@@ -94,7 +94,9 @@ class QuestionConfig:
 def shown(attempt: Attempt) -> dict[str, str]:
     """Returns what fills the places of a template."""
     spoken = [place for place, message in enumerate(attempt.messages) if message["role"] == "assistant"]
-    first = spoken[-attempt.num_turns] if 0 < attempt.num_turns <= len(spoken) else len(attempt.messages)
+    # Of an agent's conversations the messages are the last one, which may have fewer turns than the attempt.
+    turns = min(attempt.num_turns, len(spoken))
+    first = spoken[-turns] if turns else len(attempt.messages)
     asked = [message["content"] for message in attempt.messages[:first] if message["role"] == "user"]
     return {
         "question": asked[-1] if asked else attempt.prompt_text,

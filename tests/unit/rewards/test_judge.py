@@ -14,9 +14,11 @@ from aiohttp import web
 from rlframe.attempts.scoring import Judge
 from rlframe.rewards.base import build_reward
 from rlframe.rewards.config import Per, RewardConfig, RewardTerm
+from rlframe.rewards.judge.question import shown
 from rlframe.rewards.judge.reading import Form, ReadingConfig, Unreadable, read
-from rlframe.rewards.runner import RewardRunner
+from rlframe.rewards.runner import RewardRunner, attempt_of
 from rlframe.types.rollout import Rollout
+from rlframe.types.turn import TurnRecord
 from rlframe.types.wait import Wait
 from rlframe.utils.errors import ConfigError, RlframeError, SettingError
 from tests.campaigns.rewards import rollout
@@ -77,6 +79,15 @@ def test_a_judge_sees_question_response_and_answer_and_its_last_score_counts() -
         ],
     }
     assert "Authorization" not in server.headers[0]
+
+
+def test_the_question_about_an_agent_with_several_conversations_is_that_of_its_prompt() -> None:
+    one = rollout(0, "yes")
+    said = [("user", "2+2?"), ("assistant", "4"), ("user", "sure?"), ("assistant", "yes")]
+    one.messages = [{"role": role, "content": content} for role, content in said]
+    # Another conversation, of one turn, is not among the messages.
+    one.records = [TurnRecord(finish_reason="stop")] * 3
+    assert shown(attempt_of(one))["question"] == "2+2?"
 
 
 def test_it_works_in_a_process_with_thousands_of_open_files() -> None:

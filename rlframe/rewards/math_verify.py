@@ -21,7 +21,9 @@ ANSWER_MARK = "####"
 """Precedes the final answer in its line, as in GSM8K. Markdown begins headings with the same."""
 LONGEST_MARKED = 200
 """Greatest number of characters of an answer behind a mark."""
-LATER = (r"\boxed", "</think>")
+THOUGHTS = "</think>"
+"""Ends the thoughts of a response."""
+LATER = (r"\boxed", THOUGHTS)
 """Words that come after a final answer's mark only if it was none."""
 DELIMITED = re.compile(r"(?<!\\)(?:\$|\\boxed|\\[(\[])")
 """Pattern of what begins LaTeX in a text."""
@@ -95,9 +97,11 @@ class MathVerify(Reward):
 
 
 def _said(text: str) -> list:
-    """Returns the final answer of a response, or nothing."""
+    """Returns the final answer of a response, or nothing. What is in its thoughts counts if nothing follows them."""
     text = _spelled_out(text)
-    return _marked(text) or _parse(text)
+    _, ended, after = text.rpartition(THOUGHTS)
+    found = _marked(after) or _parse(after) if ended else []
+    return found or _marked(text) or _parse(text)
 
 
 def _spelled_out(text: str) -> str:

@@ -179,6 +179,12 @@ def test_math_verify_reads_answers_in_latex_and_in_plain_text(answer: str, right
         ("We get $\\boxed{42}$.\n#### Check\n6*7 is right.", "42", 1.0),
         ("#### 5\nNo: \\boxed{2}", "2", 1.0),
         ("<think>\n#### 5\n</think>\nThe answer is 2.", "2", 1.0),
+        # math-verify makes one set of boxes that are near each other.
+        (r"<think>So it is \boxed{3}. No, four.</think> The answer is \boxed{4}.", "4", 1.0),
+        (r"<think>So it is \boxed{3}. No, four.</think> The answer is \boxed{4}.", r"\{3,4\}", 0.0),
+        (r"<think>It may be \boxed{3}.</think> The answer is 4.", "3", 0.0),
+        (r"<think>It may be \boxed{3}.</think> The answer is 4.", "4", 1.0),
+        (r"<think>It is \boxed{3}.</think> See above.", "3", 1.0),
         ("It is #### 5 dollars, so \\boxed{2}", "2", 1.0),
         ("Answer: 9 * 2 = 18.\n#### 12 dollars.", "12", 1.0),
         ("So 12.\n#### 2 ways to check\nIt is 13", "13", 1.0),

@@ -159,7 +159,8 @@ def answer(ended: Ended) -> str:
         ToolError: a limit or a signal ended the code.
     """
     why = ended.stopped
-    if not why and ended.exit_code > 128:
+    # Code may end with such a code by itself, as with sys.exit(-1).
+    if not why and ended.exit_code - 128 in signal.valid_signals():
         why = f"was ended by {_signal(ended.exit_code - 128)}"
     if why:
         raise ToolError(f"the code {why}" + (f". Until then it wrote:\n{ended.output}" if ended.output else ""))

@@ -27,6 +27,8 @@ ANSWERS = {
     "'caf\u00e9'": "'caf\u00e9'\n",
     "import sys; print('b', file=sys.stderr); print('a')": "b\na\n",
     "import sys; sys.exit(3)": "(no output)\n(exit code 3)",
+    # 255 minus 128 is no signal.
+    "import sys; print('a'); sys.exit(-1)": "a\n\n(exit code 255)",
     "import sys; sys.stdout.buffer.write(b'\\xff\\n'); None": "\ufffd\n",
     "print(input())": "EOFError: EOF when reading a line\n",
     "1/0": "ZeroDivisionError: division by zero\n",

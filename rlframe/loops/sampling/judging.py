@@ -13,7 +13,7 @@ from rlframe.data.text.chat import encode, render
 from rlframe.loops.sampling.scoring import Scorer
 from rlframe.rewards.config import JUDGE_PART
 from rlframe.rewards.judge.question import UNPARSABLE, QuestionConfig, shown
-from rlframe.rewards.judge.reading import Unreadable, read
+from rlframe.rewards.judge.reading import BEGIN_THOUGHTS, Unreadable, read
 from rlframe.rewards.runner import attempt_of
 from rlframe.types.input import ModelInput
 from rlframe.types.messages import Message
@@ -105,8 +105,10 @@ class EngineReplies:
         prompts = {place: prompt for place, each in enumerate(questions) if (prompt := self._prompt(each))}
         replies = [Reply(trouble=TOO_LONG) for _ in questions]
         groups = self.attempts.generate(list(prompts.values()), group_size=1, step=0, sampling=self.sampling)
-        for place, group in zip(prompts, groups, strict=True):
-            replies[place] = Reply(group.rollouts[0].text) if group.rollouts else Reply(trouble=TIMED_OUT)
+        for (place, prompt), group in zip(prompts.items(), groups, strict=True):
+            # Where the template has begun the thoughts, the reply would not read as cut off in them.
+            begun = BEGIN_THOUGHTS if prompt.text.rstrip().endswith(BEGIN_THOUGHTS) else ""
+            replies[place] = Reply(begun + group.rollouts[0].text) if group.rollouts else Reply(trouble=TIMED_OUT)
         return replies
 
     def _prompt(self, question: Sequence[Message]) -> Prompt | None:

@@ -2,14 +2,19 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from rlframe.loops.sampling.judging import JudgeScorer, Reply, Scorers
+from rlframe.loops.sampling.judging import EngineReplies, JudgeScorer, Reply, Scorers
+from rlframe.models import tokenizer
+from rlframe.models.config import ModelConfig
+from rlframe.models.hub import resolve
 from rlframe.rewards.judge.question import QuestionConfig, WithoutScore
+from rlframe.rewards.judge.reading import ReadingConfig, Unreadable, read
 from rlframe.types.messages import Message
-from rlframe.types.rollout import Rollout
+from rlframe.types.prompt import Prompt
+from rlframe.types.rollout import Group, Rollout, SamplingParams
 from tests.campaigns.rewards import rollout
 
 REPLIES = {"good": Reply("Score: 8"), "odd": Reply("well"), "late": Reply(trouble="timed_out")}
@@ -82,3 +87,38 @@ def test_scorers_add_up() -> None:
     one.reward = 0.0
     Scorers(scorers=[judge, replace(judge, weight=2.0)]).score([one])
     assert one.reward == 1.5
+
+
+class Engines:
+    """Attempts of engines that give the same reply to each question."""
+
+    def __init__(self, reply: str):
+        self._reply = reply
+
+    def generate(self, prompts: list[Prompt], **named: Any) -> list[Group]:
+        return [Group(id=each.id, prompt=each, rollouts=[rollout(0, self._reply)]) for each in prompts]
+
+
+@pytest.mark.parametrize(
+    ("opening", "reply", "score"),
+    [
+        ("<think>\n", "Score: 3 would do, but", None),
+        ("<think>\n", "Score: 3 would do, but no.</think>\nScore: 8", 0.8),
+        ("<think>\n\n</think>\n\n", "Score: 3", 0.3),
+        ("", "Score: 3", 0.3),
+    ],
+)
+def test_thoughts_that_the_judges_template_has_begun_are_thoughts(
+    opening: str, reply: str, score: float | None
+) -> None:
+    words = tokenizer.load(resolve(ModelConfig(path="qwen3_moe_tiny_tools")))
+    words.chat_template = f"{{{{ messages[0].content }}}}<|end|><|assistant|>{{{{ {opening!r} }}}}"
+    ask = EngineReplies(
+        attempts=cast(Any, Engines(reply)), tokenizer=words, sampling=SamplingParams(), max_positions=1024
+    )
+    (said,) = ask([[{"role": "user", "content": "good?"}]])
+    if score is None:
+        with pytest.raises(Unreadable):
+            read(said.text, ReadingConfig())
+    else:
+        assert read(said.text, ReadingConfig()) == score

@@ -1,6 +1,7 @@
 """The tools that a configuration names."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from rlframe.utils.bounds import PathText
 from rlframe.utils.build import build
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
+from rlframe.utils.nearest import did_you_mean
 
 KEY = "environment.options.tools"
 
@@ -43,6 +45,19 @@ def built(term: ToolTerm, key: str) -> tuple[type[Tool], Any]:
         if not callable(found):
             raise ConfigError([Fault(f"{key}.name", "must name a function or a Tool class", got=repr(term.name))])
         schema_of(found, fixed=term.options, key=f"{key}.name")
+        if faults := list(_option_faults(found, term.options, f"{key}.options")):
+            raise ConfigError(faults)
         return FunctionTool, Bound(function=found, fixed=term.options)
     component, config = registry.find("rlframe.environments.tools", term.name, key=f"{key}.name")
     return component, build(config, term.options, key=f"{key}.options")
+
+
+def _option_faults(function: Any, options: Mapping[str, Any], key: str) -> Iterator[Fault]:
+    """Yields a fault for each option that is no argument of a function: every call of the policy would fail."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    for name in options:
+        if name not in parameters:
+            near = did_you_mean(name, parameters)
+            yield Fault(f"{key}.{name}", f"must be one of {', '.join(parameters) or 'none'}", hint=near)

@@ -219,6 +219,16 @@ def test_tools_that_cannot_be_are_refused_by_their_key(file: str) -> None:
         kind.prepare(settings)
 
 
+def test_an_option_that_a_function_does_not_take_is_refused(file: str) -> None:
+    tools = {"mine": {"name": f"{file}:lookup", "options": {"tabel": {}}}}
+    kind, settings = find_environment(EnvironmentConfig(name="tools", options={"tools": tools}))
+    with pytest.raises(ConfigError) as caught:
+        kind.prepare(settings)
+    assert [str(fault) for fault in caught.value.faults] == [
+        "environment.options.tools.mine.options.tabel must be one of word, times, table; did you mean table?"
+    ]
+
+
 def test_functions_of_one_name_are_refused(file: str) -> None:
     twice = {"first": {"name": "calculator"}, "second": {"name": "calculator"}}
     kind, settings = find_environment(EnvironmentConfig(name="tools", options={"tools": twice}))

@@ -12,6 +12,10 @@ from rlframe.utils.errors import SettingError
 
 BEGIN_THOUGHTS, THOUGHTS = "<think>", "</think>"
 """Begins and ends the thoughts of models that write them into their reply."""
+OBJECT = re.compile(r'\{\s*"')
+"""Pattern of the beginning of a JSON object."""
+BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}]', re.DOTALL)
+"""Pattern of brackets, and of strings, in which they do not count."""
 Number = Annotated[float, Range(-(10**6), 10**6)]
 
 
@@ -118,16 +122,27 @@ def last_choice(said: str, choices: Any) -> str:
 
 
 def _last_object(said: str) -> dict[str, Any]:
-    """Returns the last whole JSON object in a text."""
-    decoder, last, place = json.JSONDecoder(), None, said.find("{")
+    """Returns the last whole JSON object in a text that is not within another one, such as one that was cut off."""
+    # Strings may have line feeds as they are.
+    decoder, last, place = json.JSONDecoder(strict=False), None, said.find("{")
     while place >= 0:
         try:
             found, end = decoder.raw_decode(said, place)
         except (ValueError, RecursionError):
-            end = place + 1
+            end = _after_object(said, place) if OBJECT.match(said, place) else place + 1
         else:
             last = found if isinstance(found, dict) else last
         place = said.find("{", end)
     if last is None:
         raise Unreadable(f"no JSON object in {said[-80:]!r}")
     return last
+
+
+def _after_object(said: str, place: int) -> int:
+    """Returns the position after the bracket that closes the one at `place`, or the end of the text if none does."""
+    depth = 0
+    for found in BRACKETS.finditer(said, place):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if not depth:
+            return found.end()
+    return len(said)

@@ -107,6 +107,7 @@ def test_it_works_in_a_process_with_thousands_of_open_files() -> None:
     [
         ({"form": "json"}, 'a {"score": 1} b {"score": "8", "why": {"x": [1]}} c', 0.8),
         ({"form": "json", "key": "n", "lowest": -1, "highest": 1}, '{"n": 0}', 0.5),
+        ({"form": "json"}, '{or {"a": {"score": 2}, score} so {"a": {"score": 1}, "why": "a\nb", "score": 9}', 0.9),
         ({"form": "choice", "choices": {"good": 1, "not good": -2.0}}, "good? It is not good.", -2.0),
         ({"form": "choice", "choices": {"A": 1, "B": 0}}, "ABBA: B.", 0.0),
         ({"pattern": r"\[\[(\d)\]\]", "highest": 5}, "[[2]] or [[5]]", 1.0),
@@ -133,6 +134,10 @@ def test_forms_of_verdicts(form: dict[str, Any], reply: str, score: float) -> No
         ({"form": Form.JSON}, '{"score": null}'),
         ({"form": Form.JSON}, f'{{"score": 1{"0" * 400}}}'),
         ({"form": Form.JSON}, '[1, {"scores": 3}]'),
+        # What is within an object that was cut off is a part of the verdict.
+        ({"form": Form.JSON}, '{"style": {"score": 2, "why": "a } b"}, "score": 9'),
+        ({"form": Form.JSON}, '{"style": {"score": 2}, score: 9}'),
+        ({"form": Form.JSON}, '{"style": {"score": 2}, "a": ' * 5000),
         ({"form": Form.CHOICE, "choices": {"A": 1.0}}, "a BA A1"),
     ],
 )

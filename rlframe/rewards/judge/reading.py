@@ -37,8 +37,9 @@ class ReadingConfig:
 
     form: Form = Form.PATTERN
     """Form of the verdict."""
-    pattern: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose first group is the number. Only with form=pattern."""
+    pattern: str = r"(?i)score[\s*_]*[:=][\s*_]*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the number. The default one finds bold numbers and words too. Only with
+    form=pattern."""
     choices: Annotated[dict[str, float], Range(-(10**6), 10**6)] = field(default_factory=dict)
     """Value of each word that the judge may end with. Only with form=choice."""
     key: str = "score"

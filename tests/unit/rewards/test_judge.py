@@ -111,6 +111,8 @@ def test_it_works_in_a_process_with_thousands_of_open_files() -> None:
         ({"form": "choice", "choices": {"good": 1, "not good": -2.0}}, "good? It is not good.", -2.0),
         ({"form": "choice", "choices": {"A": 1, "B": 0}}, "ABBA: B.", 0.0),
         ({"pattern": r"\[\[(\d)\]\]", "highest": 5}, "[[2]] or [[5]]", 1.0),
+        ({}, "Style score: 3.\n\n**Score:** 8", 0.8),
+        ({}, "Style score: 3.\n\nScore: **8.5**/10", 0.85),
     ],
 )
 def test_forms_of_verdicts(form: dict[str, Any], reply: str, score: float) -> None:

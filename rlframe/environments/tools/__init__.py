@@ -19,6 +19,8 @@ from rlframe.utils.outside import is_outside
 
 LONGEST_ANSWER = 1 << 18
 """Greatest number of characters of a result, whatever `max_answer_characters` is."""
+LEFT_OUT = "\n... {} characters left out ...\n"
+"""Stands in the middle of a result that is too long."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -159,9 +161,10 @@ class Tools(Environment):
         text = text.encode(errors="replace").decode()
         if len(text) <= most:
             return text
-        left_out = f"\n... {len(text) - most} characters left out ...\n"
-        half = max(0, most - len(left_out)) // 2
-        return text[:half] + left_out + text[len(text) - half :]
+        half = (most - len(LEFT_OUT.format(len(text)))) // 2
+        if half < 1:
+            return text[:most]
+        return text[:half] + LEFT_OUT.format(len(text) - 2 * half) + text[len(text) - half :]
 
 
 def doubled(offered: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:

@@ -107,7 +107,7 @@ def test_a_long_answer_is_cut_in_the_middle(settings: dict[str, Any]) -> None:
     turn = called(("python", {"code": "print('a' * 5000 + 'b' * 5000)"}))
     _, (step,) = session([turn], tools={"python": tool}, max_answer_characters=100)
     (content,) = contents(step)
-    assert len(content) <= 100 and content[0] == "a" and content[-2:] == "b\n" and "9901 characters left out" in content
+    assert len(content) <= 100 and content[0] == "a" and content[-2:] == "b\n" and "9937 characters left out" in content
 
 
 def test_what_is_no_code_is_told(settings: dict[str, Any]) -> None:

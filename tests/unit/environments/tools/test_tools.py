@@ -200,7 +200,7 @@ def test_limits_of_calls_are_told(file: str) -> None:
     )
     late, long, further = contents(answered)
     assert late == "Error: took longer than 0.3 s"
-    assert len(long) <= 100 and "\n... 900 characters left out ...\n" in long
+    assert len(long) <= 100 and "\n... 934 characters left out ...\n" in long
     assert further == "Error: a turn has at most 2 calls"
 
 
@@ -227,6 +227,21 @@ def test_an_option_that_a_function_does_not_take_is_refused(file: str) -> None:
     assert [str(fault) for fault in caught.value.faults] == [
         "environment.options.tools.mine.options.tabel must be one of word, times, table; did you mean table?"
     ]
+
+
+@pytest.mark.parametrize(
+    ("most", "told"),
+    [
+        (50, "0" * 8 + "\n... 84 characters left out ...\n" + "9" * 8),
+        # There is no room for the words.
+        (20, "0" * 20),
+    ],
+)
+def test_an_answer_that_is_too_long_says_how_much_is_left_out(file: str, most: int, told: str) -> None:
+    table = {"a": "0" * 50 + "9" * 50}
+    tools = {"mine": {"name": f"{file}:lookup", "options": {"table": table}}}
+    _, (answered,) = session([called(("lookup", {"word": "a"}))], tools=tools, max_answer_characters=most)
+    assert contents(answered) == [told] and len(told) <= most
 
 
 def test_functions_of_one_name_are_refused(file: str) -> None:

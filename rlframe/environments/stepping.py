@@ -1,10 +1,13 @@
 """Base of environments whose own interface is `reset` and `step`: observations become messages, text an action."""
 
 import re
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
+
+import numpy as np
 
 from rlframe.environments.base import Environment, Step, Turn
 from rlframe.types.messages import Message
@@ -137,7 +140,7 @@ class Stepping(Environment):
 
 
 def filled(form: str, values: Mapping[str, Any]) -> str:
-    """Returns a text with the values of its names.
+    """Returns a text with the values of its names, arrays with all of their numbers.
 
     Example:
         >>> filled("You see {observation}.", {"observation": 3})
@@ -147,7 +150,9 @@ def filled(form: str, values: Mapping[str, Any]) -> str:
         ValueError: it has another name.
     """
     try:
-        return form.format_map(values)
+        # numpy would write 6 of a row's numbers in place of more than 1000.
+        with np.printoptions(threshold=sys.maxsize):
+            return form.format_map(values)
     except KeyError as error:
         names = ", ".join(sorted(map(str, values)))
         raise ValueError(f"the text {form!r:.80} names {error}; there are {names}") from None

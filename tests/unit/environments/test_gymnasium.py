@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,28 @@ def test_settings_are_checked(settings: dict[str, Any], why: str) -> None:
 def test_a_name_that_an_observation_does_not_have_is_an_error() -> None:
     with pytest.raises(ValueError, match="names 'word'; there are info, observation"):
         played(made(**LAKE, observation="{word}"), prompt(), [])
+
+
+MAP = """
+import numpy as np
+
+class Map:
+    action_space = None
+
+    def reset(self, *, seed=None, options=None):
+        return {"tiles": np.arange(1024).reshape(32, 32)}, {}
+
+    def step(self, action):
+        return *self.reset()[:1], 0.0, False, False, {}
+
+    def close(self):
+        pass
+"""
+
+
+def test_an_observation_of_many_numbers_is_shown_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "maps.py"
+    file.write_text(MAP)
+    opened, (step,) = played(made(id=f"{file}:Map", first_observation="{tiles}"), prompt(), ["on"])
+    for message in (*opened, *step.messages):
+        assert list(map(int, re.findall(r"\d+", message["content"]))) == list(range(32 * 32))

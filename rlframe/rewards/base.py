@@ -2,7 +2,8 @@
 rewards run in light processes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,12 +142,18 @@ class Unanswered(Exception):
         self.trouble, self.scores = trouble, scores
 
 
+BEGIN: ContextVar[Callable[[], None]] = ContextVar("BEGIN", default=lambda: None)
+"""Begins the time of the call of `judge` that is under way. A second call does nothing."""
+
+
 class Judging(Reward):
     """Base of rewards that wait for others, such as judges. They share an event loop of the process that runs attempts,
     many calls at a time, and are no code of users."""
 
     at_once: int = 1
     """Greatest number of calls of `judge` at a time."""
+    begins: bool = False
+    """Whether it calls BEGIN when a call begins for its limit of time, because calls wait for each other before."""
 
     @abstractmethod
     async def judge(self, attempts: Sequence[Attempt], per: Per) -> Sequence[Scores]:

@@ -10,7 +10,7 @@ from itertools import count
 
 from rlframe.processes.work import Failed, TaskFailed
 from rlframe.processes.worker import described
-from rlframe.rewards.base import Attempt, Judging, Scores, Unanswered, build_reward
+from rlframe.rewards.base import BEGIN, Attempt, Judging, Scores, Unanswered, build_reward
 from rlframe.rewards.config import RewardTerm
 from rlframe.rewards.scoring import checked
 
@@ -95,7 +95,15 @@ class Judges:
 
     async def _answer(self, name: str, attempts: Sequence[Attempt]) -> Answer:
         """Returns what comes of a call, however it ends."""
-        judge, limit = self._judges[name], asyncio.timeout(self._parts[name].timeout_s)
+        judge, limit_s = self._judges[name], self._parts[name].timeout_s
+        limit = asyncio.timeout(None if judge.begins else limit_s)
+
+        def begin() -> None:
+            if limit_s is not None and limit.when() is None:
+                limit.reschedule(self._loop.time() + limit_s)
+
+        # Each call is a task of its own.
+        BEGIN.set(begin)
         try:
             async with limit:
                 return Answer(outcomes=checked(await judge.judge(attempts, self._parts[name].per), attempts))
@@ -104,7 +112,6 @@ class Judges:
         except TimeoutError as error:
             if not limit.expired():
                 return Answer(outcomes=Failed(described(error)), trouble="failed")
-            limit_s = self._parts[name].timeout_s
             found = judge.without(TIMED_OUT, f"took longer than timeout_s={limit_s:g}", attempts)
         except TaskFailed as error:
             return Answer(outcomes=Failed(str(error)), trouble="failed")

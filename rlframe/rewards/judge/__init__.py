@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import permutations
 from typing import Annotated
 
-from rlframe.rewards.base import Attempt, Judging, Scores, Unanswered
+from rlframe.rewards.base import BEGIN, Attempt, Judging, Scores, Unanswered
 from rlframe.rewards.config import Per
 from rlframe.rewards.judge.chat import Chat, ChatEndpoint, ChatEndpointConfig, NoReply
 from rlframe.rewards.judge.question import UNPARSABLE, QuestionConfig, check_template, shown
@@ -67,6 +67,8 @@ class Judge(Judging):
     """Asks a language model."""
 
     per = frozenset(Per)
+    # Questions about a group wait for those about the groups before.
+    begins = True
 
     @classmethod
     def faults(cls, config: JudgeConfig) -> Iterator[Fault]:
@@ -144,6 +146,7 @@ class Judge(Judging):
         """Returns the judge's reply to a template with its places filled in."""
         question = self._config.conversation(template, places)
         async with self._asking:
+            BEGIN.get()()
             return await self._chat.say(question)
 
 

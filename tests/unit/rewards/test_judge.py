@@ -207,6 +207,26 @@ def test_the_parts_own_limit_bounds_all_tries_together() -> None:
     assert one.reward_troubles == {"judge": "timed_out"} and not one.reward_failed
 
 
+def test_the_parts_limit_is_none_of_the_wait_for_other_groups() -> None:
+    def groups(limit_s: float) -> list[Rollout]:
+        async def late() -> str:
+            await asyncio.sleep(0.6 * limit_s)
+            return "A"
+
+        rollouts = [rollout(index, "x", answer="y") for index in range(4)]
+        with serving(lambda request: late()) as server:
+            part = RewardTerm(
+                name="judge", per=Per.GROUP, timeout_s=limit_s, options=options(server, concurrency=2, endpoint={})
+            )
+            with RewardRunner(RewardConfig(parts={"judge": part})) as runner:
+                # Both questions of the first group are asked before those of the second one.
+                runner.score_groups([rollouts[:2], rollouts[2:]])
+        return rollouts
+
+    found = under_a_fair_limit(groups, lambda found: not any(each.reward_troubles for each in found), first_s=0.3)
+    assert [each.reward for each in found] == [0.5] * 4
+
+
 @pytest.mark.parametrize("concurrency", [3, 101])  # more than the 100 connections that aiohttp allows by itself
 def test_only_so_many_questions_at_a_time(concurrency: int) -> None:
     full = asyncio.Event()

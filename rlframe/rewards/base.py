@@ -142,8 +142,17 @@ class Unanswered(Exception):
         self.trouble, self.scores = trouble, scores
 
 
-BEGIN: ContextVar[Callable[[], None]] = ContextVar("BEGIN", default=lambda: None)
+BEGIN: ContextVar[Callable[[], None]] = ContextVar("BEGIN")
 """Begins the time of the call of `judge` that is under way. A second call does nothing."""
+
+
+def begin() -> None:
+    """Begins the time of the call of `judge` that is under way, if it has not begun."""
+    BEGIN.get(_nothing)()
+
+
+def _nothing() -> None:
+    """Does nothing: outside of a call there is no limit."""
 
 
 class Judging(Reward):
@@ -153,7 +162,7 @@ class Judging(Reward):
     at_once: int = 1
     """Greatest number of calls of `judge` at a time."""
     begins: bool = False
-    """Whether it calls BEGIN when a call begins for its limit of time, because calls wait for each other before."""
+    """Whether it calls `begin` when a call begins for its limit of time, because calls wait for each other before."""
 
     @abstractmethod
     async def judge(self, attempts: Sequence[Attempt], per: Per) -> Sequence[Scores]:

@@ -47,8 +47,8 @@ class SessionFailed(Exception):
         super().__init__(why)
         self.trouble = trouble
         self.answer = Answer()
-        """What is known of the last turn all the same: the response as a message, and what the environment answered
-        before it failed."""
+        """The part of the last turn that is known all the same: the response as a message, and what the environment
+        answered before it failed."""
 
 
 class CannotStart(RlframeError):

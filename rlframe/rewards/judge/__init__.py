@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import permutations
 from typing import Annotated
 
-from rlframe.rewards.base import BEGIN, Attempt, Judging, Scores, Unanswered
+from rlframe.rewards.base import Attempt, Judging, Scores, Unanswered, begin
 from rlframe.rewards.config import Per
 from rlframe.rewards.judge.chat import Chat, ChatEndpoint, ChatEndpointConfig, NoReply
 from rlframe.rewards.judge.question import UNPARSABLE, QuestionConfig, check_template, shown
@@ -146,7 +146,7 @@ class Judge(Judging):
         """Returns the judge's reply to a template with its places filled in."""
         question = self._config.conversation(template, places)
         async with self._asking:
-            BEGIN.get()()
+            begin()
             return await self._chat.say(question)
 
 

@@ -53,7 +53,7 @@ class PairLoss(StrEnum):
     APO_ZERO = "apo_zero"
     """1 - sigmoid(beta r(c)) + sigmoid(beta r(r)): arXiv 2408.06266 equation 7."""
     APO_DOWN = "apo_down"
-    """sigmoid(beta r(c)) + 1 - sigmoid(beta D): arXiv 2408.06266 equation 8."""
+    """sigmoid(beta r(c)) + 1 - sigmoid(beta (r(c) - r(r))): arXiv 2408.06266 equation 8."""
     DISCOPOP = "discopop"
     """-(1 - s) log sigmoid(beta D) + s exp(-beta D), s = sigmoid(beta D / temperature): arXiv 2406.08414 equation 5."""
     SIGMOID_NORM = "sigmoid_norm"
@@ -214,7 +214,8 @@ def apo_zero(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:
 
 def apo_down(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:
     """See PairLoss.APO_DOWN."""
-    return torch.sigmoid(settings.beta * ratios.chosen) + torch.sigmoid(-settings.beta * ratios.difference)
+    chosen, rejected = settings.beta * ratios.chosen, settings.beta * ratios.rejected
+    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
 
 
 def discopop(ratios: LogRatios, settings: PairSettings) -> Float[Tensor, " N"]:

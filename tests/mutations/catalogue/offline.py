@@ -55,8 +55,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "apo_down: the chosen one up",
-            "return torch.sigmoid(settings.beta * ratios.chosen) + torch.sigmoid(-settings.beta",
-            "return torch.sigmoid(-settings.beta * ratios.chosen) + torch.sigmoid(-settings.beta",
+            "return torch.sigmoid(chosen) + torch.sigmoid(rejected",
+            "return torch.sigmoid(-chosen) + torch.sigmoid(rejected",
         ),
         ("discopop: no temperature", "gate = logits / settings.temperature", "gate = logits"),
         (

@@ -1,5 +1,6 @@
 """Options of DPO's family, CPO, AlphaPO and the likelihood's mean, on the pairs of test_preference.py, by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,15 @@ from rlframe.algorithms.orpo import Orpo, OrpoConfig
 from rlframe.algorithms.reference import ReferenceSource, ReferenceUpdateConfig
 from rlframe.algorithms.simpo import Simpo, SimpoConfig
 from rlframe.ops.comparisons.f_divergence import FDivergence, scores
-from rlframe.ops.comparisons.preference import LikelihoodMean, PairLoss, length_discounts
+from rlframe.ops.comparisons.preference import (
+    PAIR_LOSSES,
+    UNSCORED,
+    LikelihoodMean,
+    LogRatios,
+    PairLoss,
+    PairSettings,
+    length_discounts,
+)
 from rlframe.types.results import LossOutput, Mean, PolicyOutput
 from tests.unit.algorithms.offline.test_preference import BATCH, BETA, POLICY, Given
 
@@ -50,6 +59,19 @@ def outcome(algorithm: OfflineAlgorithm, renyi_entropy: float | None = None) -> 
 def test_divergences_and_length_discounts(settings: dict[str, Any], of_a: float, of_b: float) -> None:
     result = outcome(Dpo(DpoConfig(beta=BETA, **settings)))
     assert result.loss.item() == pytest.approx((of_a + of_b) / 2, abs=2e-6)
+
+
+@pytest.mark.parametrize("loss", PairLoss)
+def test_a_divergence_changes_the_losses_for_which_it_is_accepted_and_no_other(loss: PairLoss) -> None:
+    ones = torch.ones(2)
+    sides = {"chosen": torch.tensor([2.0, -1.0]), "rejected": torch.tensor([-1.0, 1.0])}
+    given = LogRatios(**sides, chosen_tokens=ones, rejected_tokens=ones, chosen_matched=ones, rejected_matched=ones)
+    settings = PairSettings(beta=BETA, label_smoothing=0.1)
+    plain, other = (
+        PAIR_LOSSES[loss](replace(given, divergence=divergence), settings)
+        for divergence in (FDivergence.REVERSE_KL, FDivergence.JS)
+    )
+    assert torch.equal(plain, other) == (loss in UNSCORED)
 
 
 def test_tokens_beyond_the_shorter_response_are_discounted() -> None:

@@ -37,7 +37,14 @@ def pack(groups: Sequence[Group], *, mask_truncated: bool = False) -> Batch:
         group=torch.repeat_interleave(torch.tensor([len(group.rollouts) for group in groups], dtype=torch.int64)),
         attempt=attempt,
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
-        truncated=torch.tensor([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts]),
+        # An attempt may go on, in its next sequence, after a response that was cut off.
+        truncated=torch.tensor(
+            [
+                rollout is last[number] and rollout.finish_reason is not FinishReason.STOP
+                for number, rollout in zip(own, rollouts, strict=True)
+            ],
+            dtype=torch.bool,
+        ),
         reward_parts=columns([parts_of_attempts(rollout) for rollout in rollouts], names),
         part_weights=columns([rollout.reward_weights for rollout in rollouts], names),
         routes=packed_routes(rollouts),

@@ -164,7 +164,7 @@ class Batch(Sequences):
     returns: Float[Tensor, " T"] | None = by_token(default=None)
     """[T] the critic's target for the state before each token. 0.0 where loss_mask is False. Present if values are."""
     truncated: Bool[Tensor, " R"] | None = by_sequence(default=None)
-    """[R] True if the rollout was cut off and did not end by itself. None if unknown."""
+    """[R] True if the rollout ends an attempt that was cut off and did not end by itself. None if unknown."""
     reward_parts: Float[Tensor, "R K"] | None = by_sequence(default=None)
     """[R, K] unweighted values of the K reward functions. NaN if one did not score the rollout. None if unknown."""
     part_weights: Float[Tensor, "R K"] | None = by_sequence(default=None)

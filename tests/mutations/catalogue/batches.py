@@ -33,9 +33,10 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "who ended is taken for cut",
-            "rollout.finish_reason is not FinishReason.STOP for",
-            "rollout.finish_reason is FinishReason.STOP for",
+            "and rollout.finish_reason is not FinishReason.STOP",
+            "and rollout.finish_reason is FinishReason.STOP",
         ),
+        ("an attempt that went on is taken for cut", "rollout is last[number] and rollout", "rollout"),
         ("micro-batches overflow", "if left >= lengths[index]", "if left >= 0"),
         (
             "ranks get unequal numbers",

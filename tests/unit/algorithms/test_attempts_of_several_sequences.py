@@ -86,6 +86,18 @@ def test_returns_of_a_sequence_have_what_its_attempt_earned_later() -> None:
     assert rewards_by_token(packed).view(4, 4)[:, 3].tolist() == [6.0, 3.0, 1.0, 2.0]
 
 
+def test_nothing_stands_for_the_rest_of_an_attempt_that_went_on() -> None:
+    # An agent may go on, in another sequence, after a response that was cut off: the first one's last, and the last.
+    cut, last, alone = sequence(0, 0, 1.0, turn=2.0), sequence(0, 1, 1.0, turn=3.0), sequence(1, 0, 2.0)
+    for each in (cut, alone):
+        each.finish_reason = FinishReason.LENGTH
+    packed = batch(cut, last, alone)
+    ppo = Ppo(PpoConfig(bootstrap_truncated=True))
+    returns = ppo.with_values(packed, torch.full((packed.num_tokens, 1), 8.0)).returns
+    # 2 + 1 + 3 of what it earned, 3 + 1, and of the attempt that ended there 2 and the critic's 8.
+    assert returns is not None and returns.view(3, 4)[:, 3].tolist() == [6.0, 4.0, 10.0]
+
+
 def test_a_reward_of_the_environment_at_the_end_is_worth_that_of_a_reward_function() -> None:
     scored = batch(sequence(0, 0, 1.0), sequence(0, 1, 1.0), sequence(1, 0, 0.0))
     credited = batch(sequence(0, 0, 0.0), sequence(0, 1, 0.0, turn=1.0), sequence(1, 0, 0.0))

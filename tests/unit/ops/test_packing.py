@@ -113,6 +113,7 @@ def test_the_last_sequence_says_for_its_whole_attempt_whether_it_was_truncated()
         rollouts.append(rollout)
     batch = pack([Group(id="a", prompt=prompt, rollouts=rollouts)], mask_truncated=True)
     assert batch.loss_mask.int().tolist() == [0, 0, 0, 0, 0, 1, 0, 1]
+    assert batch.truncated is not None and batch.truncated.tolist() == [False, True, False, False]
 
 
 def test_longest_first_to_the_emptiest_rank() -> None:

@@ -41,7 +41,7 @@ def batch(run: RunConfig) -> Iterator[Fault]:
             "prompts_per_step",
             f"must be at least {smallest} with algorithm.name={run.algorithm.name}",
             got=run.prompts_per_step,
-            why="each prompt is paired with the response of another prompt of the step",
+            why="it compares each item with others of the step",
         )
     sequences = run.prompts_per_step * group_size // num_minibatches
     if sequences < dp:

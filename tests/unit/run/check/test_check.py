@@ -479,7 +479,12 @@ def test_the_preference_jobs_have_no_fault(model: str, name: str) -> None:
         (
             "kto_qwen3_moe_tiny",
             ["prompts_per_step=1", "train.parallel=d1"],
-            "prompts_per_step must be at least 2 with algorithm.name=kto, got 1: each prompt is paired with the",
+            "prompts_per_step must be at least 2 with algorithm.name=kto, got 1: it compares each item with others of",
+        ),
+        (
+            "embedding_qwen3_moe_tiny",
+            ["prompts_per_step=1", "train.parallel=d1"],
+            "prompts_per_step must be at least 2 with algorithm.name=embedding, got 1: it compares each item with",
         ),
         ("dpo_qwen3_moe_tiny", ["data.path=arithmetic"], "data: arithmetic '0+1=': expected"),
         ("kto_qwen3_moe_tiny", ["data.path=arithmetic"], "data: arithmetic '0+1=': expected 'label' or 'kto_tag'"),

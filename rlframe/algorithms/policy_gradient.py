@@ -85,7 +85,7 @@ class PolicyGradientConfig:
     kl_cap: Annotated[float, Range(above=0, maximum=1e9)] | None = None
     """Upper bound of k3 of one token, in nats, in the loss and in the reward; verl and ms-swift use 10. null means no
     bound, as in Schulman's definition and in TRL; one token of a policy far from its reference can then dominate the
-    gradient of a step."""
+    gradient of a step. In the loss it does not bound the gradient of k3_plus, which is that of k2, as in verl."""
     adaptive_kl: AdaptiveKlConfig | None = None
     """Controller that keeps the KL near a target. kl_coefficient is its start."""
     entropy_coefficient: Annotated[float, Range(-1e4, 1e4)] = 0.0

@@ -4,6 +4,7 @@
 folder of groups.
 """
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -62,6 +63,17 @@ def read_recording(output: Path) -> Recording:
 def step_folder(output: Path, step: int) -> Path:
     """Returns the folder of a step's groups."""
     return output / ROLLOUTS / f"step-{step:08d}"
+
+
+def forget_after(output: Path, step: int) -> None:
+    """Removes the groups of the steps that follow `step` without a gap.
+
+    Raises:
+        OutputError: they cannot be removed.
+    """
+    while (folder := step_folder(output, step := step + 1)).exists():
+        with writing(folder):
+            shutil.rmtree(folder)
 
 
 def missing_steps(output: Path, steps: int) -> list[int]:

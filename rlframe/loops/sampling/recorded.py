@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlframe.attempts.account.recording import Recording, step_folder
+from rlframe.attempts.account.recording import Recording, forget_after, step_folder
 from rlframe.attempts.account.stored import read_groups, write_groups
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.source import GroupSource
@@ -23,13 +23,15 @@ class RecordingSampler:
     phase: Phases
 
     def collect(self, step: int) -> list[Group]:
-        """Returns the groups of the sampler, which are on the disk then.
+        """Returns the groups of the sampler, which are on the disk then. Later steps that are there are removed: a run
+        that resumed before them samples others.
 
         Raises:
-            OutputError: they cannot be written.
+            OutputError: they cannot be written, or later ones not removed.
         """
         groups = self.sampler.collect(step)
         with self.phase("record"):
+            forget_after(self.output, step)
             write_groups(step_folder(self.output, step), groups)
         return groups
 

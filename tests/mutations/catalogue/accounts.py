@@ -69,6 +69,7 @@ MUTATIONS: list[Mutation] = [
         "rlframe/loops/sampling/recorded.py",
         "tests/unit/loops/sampling/test_recorded.py",
         ("another run's recording is gone on with", "if state != self.state():", "if False:"),
+        ("recordings of steps that are done again stay", "forget_after(self.output, step)", "pass"),
         (
             "the first step is recorded only",
             "step_folder(self.output, step), groups)",

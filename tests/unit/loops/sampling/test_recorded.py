@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlframe.attempts.account.recording import Recording, step_folder
+from rlframe.attempts.account.recording import Recording, missing_steps, step_folder
 from rlframe.attempts.account.stored import ARRAYS, read_groups, write_groups
 from rlframe.loops.phases import Phases
 from rlframe.loops.sampling.recorded import RecordingSampler, ReplaySampler
@@ -45,6 +45,19 @@ def test_what_is_recorded_is_replayed(tmp_path: Path) -> None:
     assert given == {step: Counting().collect(step) for step in (1, 2)}
     for step in (2, 1):
         assert replay(tmp_path).collect(step) == given[step] == read_groups(step_folder(tmp_path, step))
+
+
+def test_a_run_that_is_resumed_forgets_the_recordings_of_the_steps_that_it_does_again(tmp_path: Path) -> None:
+    phase = Phases(sharing=[], announce=lambda name: None)
+    killed = RecordingSampler(sampler=Counting(), output=tmp_path, phase=phase)
+    for step in (1, 2, 3, 4):
+        killed.collect(step)
+    resumed = RecordingSampler(sampler=Counting(), output=tmp_path, phase=phase)
+    # Killed once more: what the first program sampled for steps 3 and 4 does not follow this step 2.
+    resumed.collect(2)
+    assert missing_steps(tmp_path, 4) == [3, 4]
+    resumed.collect(3)
+    assert missing_steps(tmp_path, 4) == [4]
 
 
 def test_a_batch_that_was_not_full_is_replayed_in_whole_minibatches(tmp_path: Path) -> None:

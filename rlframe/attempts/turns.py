@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 
@@ -111,6 +112,8 @@ class Task:
     """Part of the seeds: number of times that the step has had the prompt in this epoch before."""
     aside: bool = False
     """Whether it begins only as long as such tasks are at most a share of what is under way."""
+    counted: bool = True
+    """Whether the events of its attempts are counted: not those of an evaluation, which are no part of a step."""
 
     def begun(self) -> "Task":
         """Returns the same task, whose lists change as its attempts go on."""
@@ -276,7 +279,7 @@ class Turns:
                 else:
                     verdict = await self._converse(task, rollout, progress, sample)
             except SessionFailed as failure:
-                verdict, reason = self._after(failure, progress), DropReason.FAILED
+                verdict, reason = self._after(task, failure, progress), DropReason.FAILED
                 if verdict is Verdict.TRAIN and progress.waits_for == WaitsFor.ENGINE:
                     self._to_last_response(task, rollout, progress)
                 rollout.ending = str(failure.trouble)
@@ -284,7 +287,7 @@ class Turns:
                     failure.answer.note(rollout, trouble=str(failure.trouble))
             if verdict is Verdict.RETRY and progress.retries < self._config.max_retries + progress.neighbours:
                 progress.retries += 1
-                self.events[Event.RETRIED] += 1
+                self._count(task, Event.RETRIED)
                 progress.begin_again()
                 task.forget_earlier(rollout)
                 rollout.restart(rollout.prompt.input)
@@ -310,9 +313,9 @@ class Turns:
             start, end = rollout.turns[-1]
             rollout.text = self._sides.decode(rollout.token_ids[start:end].tolist())
 
-    def _after(self, failure: SessionFailed, progress: Progress) -> Verdict:
+    def _after(self, task: Task, failure: SessionFailed, progress: Progress) -> Verdict:
         """Returns what becomes of an attempt whose environment has failed."""
-        self.events[failure.trouble] += 1
+        self._count(task, failure.trouble)
         if failure.trouble is not Trouble.NEIGHBOUR:
             self.last_failure = failure
             return self._config.on_failure
@@ -349,26 +352,28 @@ class Turns:
             self._begin_anew(task, rollout, progress)
             rollout.restart(rollout.prompt.input)
 
-        def count(event: str) -> None:
-            self.events[event] += 1
-
         def seed(turn: int) -> int:
             index, turn = (ENVIRONMENT, 0) if turn == ENVIRONMENT else (rollout.sample_index, turn)
             return self._seed(task, rollout.prompt.id, index, turn)
 
+        count = partial(self._count, task)
         return Hosted(
             task=task, rollout=rollout, progress=progress, sample=sample, seed=seed, most=self._most, count=count
         )
 
+    def _count(self, task: Task, event: str) -> None:
+        if task.counted:
+            self.events[event] += 1
+
     def _begin_anew(self, task: Task, rollout: Rollout, progress: Progress) -> None:
-        self.events[Event.BEGUN_ANEW] += 1
+        self._count(task, Event.BEGUN_ANEW)
         progress.begin_again()
         task.forget_earlier(rollout)
 
     async def _sample(self, task: Task, rollout: Rollout, progress: Progress, sample: Sample) -> Verdict | None:
         """Appends a response of the policy, or what it had when it was aborted."""
         if rollout.messages and not progress.begun and rollout.num_tokens + task.sampling.max_tokens > self._most:
-            return self._limit(rollout, Event.NO_ROOM)
+            return self._limit(task, rollout, Event.NO_ROOM)
         request = GenerationRequest(
             input=rollout.input,
             sampling=task.sampling,
@@ -397,26 +402,26 @@ class Turns:
         # Nothing waits from here on, so that an interrupted attempt has either the whole answer or nothing of it.
         answer.note(rollout)
         if answer.cut_off:
-            return self._limit(rollout, Event.CUT_OFF)
+            return self._limit(task, rollout, Event.CUT_OFF)
         if answer.verdict:
             rollout.ending = DONE
             return answer.verdict
         if progress.turn + 1 >= self._config.max_turns:
-            return self._limit(rollout, Event.TOO_MANY_TURNS)
+            return self._limit(task, rollout, Event.TOO_MANY_TURNS)
         before = 0 if answer.begins_anew else rollout.num_tokens
         if before + len(answer.token_ids) + task.sampling.max_tokens > self._most:
-            return self._limit(rollout, Event.NO_ROOM)
+            return self._limit(task, rollout, Event.NO_ROOM)
         if answer.begins_anew:
-            self.events[Event.FORKED] += 1
+            self._count(task, Event.FORKED)
             task.fork(rollout, ModelInput(np.array(answer.token_ids)))
         else:
             rollout.observe(answer.token_ids)
         progress.turn, progress.waits_for = progress.turn + 1, WaitsFor.ENGINE
         return None
 
-    def _limit(self, rollout: Rollout, event: Event) -> Verdict:
+    def _limit(self, task: Task, rollout: Rollout, event: Event) -> Verdict:
         """Ends an attempt at a limit, like one that reached max_tokens."""
-        self.events[event] += 1
+        self._count(task, event)
         rollout.finish_reason, rollout.ending = FinishReason.LENGTH, str(event)
         return self._config.on_limit
 

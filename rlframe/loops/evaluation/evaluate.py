@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -58,7 +58,8 @@ def names_of(evaluation_set: EvaluationSet, *, step: int) -> list[str]:
 
 
 def tasks_of(attempts: Attempts, evaluation_set: EvaluationSet, *, step: int, aside: bool = False) -> Iterator[Task]:
-    """Yields the tasks of a set in the evaluation of a step. Their seeds are the same in every step.
+    """Yields the tasks of a set in the evaluation of a step. Their seeds are the same in every step, and their events
+    are not counted among those of training.
 
     Args:
         aside: see `Attempts.task`.
@@ -66,7 +67,8 @@ def tasks_of(attempts: Attempts, evaluation_set: EvaluationSet, *, step: int, as
     names = names_of(evaluation_set, step=step)
     for name, prompt in zip(names, evaluation_set.prompts, strict=True):
         group = Group.begin(name, prompt, evaluation_set.samples_per_prompt)
-        yield attempts.task(group, step=0, sampling=evaluation_set.sampling, aside=aside)
+        task = attempts.task(group, step=0, sampling=evaluation_set.sampling, aside=aside)
+        yield replace(task, counted=False)
 
 
 def groups_of(evaluation_set: EvaluationSet, groups: Mapping[str, Group], *, step: int) -> list[Group]:

@@ -1,12 +1,14 @@
 """Evaluations beside training: when they are finished, by whose weights, and what a checkpoint holds of them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlframe.loops.evaluation.evaluate import EvaluationBeside, WeightsGone, come_back, evaluation_metrics
+from rlframe.attempts.sessions.calls import SessionFailed, Trouble
+from rlframe.loops.evaluation.evaluate import EvaluationBeside, WeightsGone, come_back, evaluate, evaluation_metrics
 from rlframe.loops.evaluation.sets import EvaluationSet
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
@@ -18,7 +20,7 @@ HELD_OUT = [Prompt(id=f"held{index}", text="", input=ModelInput((index,))) for i
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 
 
-def evaluation(*, version: int = 3) -> EvaluationBeside:
+def evaluation(*, version: int = 3, observe: Callable[[Rollout], Any] = lambda rollout: None) -> EvaluationBeside:
     """An evaluation on an engine that repeats the prompt."""
 
     def answer(request: GenerationRequest) -> Completion:
@@ -29,7 +31,7 @@ def evaluation(*, version: int = 3) -> EvaluationBeside:
             finish_reason=FinishReason.STOP,
         )
 
-    attempts = LocalAttempts([answering(answer)], lambda rollout: None, version=version)
+    attempts = LocalAttempts([answering(answer)], lambda rollout: None, version=version, observe=observe)
     return EvaluationBeside(attempts=attempts, sets=[EvaluationSet(prompts=HELD_OUT, sampling=GREEDY)])
 
 
@@ -50,6 +52,20 @@ def test_groups_of_training_end_while_an_evaluation_is_under_way() -> None:
     assert [rollout.prompt.id for rollout in rollouts] == [prompt.id for prompt in HELD_OUT]
     assert [rollout.token_ids.tolist() for rollout in rollouts] == [[index, index] for index in range(5)]
     assert made.step is None
+
+
+def test_what_happens_to_attempts_of_an_evaluation_is_not_counted_among_those_of_training() -> None:
+    def observe(rollout: Rollout) -> None:
+        raise SessionFailed(Trouble.RAISED, "no session left")
+
+    made = evaluation(observe=observe)
+    evaluate(made.attempts, None, made.sets)
+    assert made.attempts.events == {}
+    made.begin(3)
+    training = Group.begin("7", Prompt(id="p", text="", input=ModelInput((9,))), 2)
+    made.attempts.start([made.attempts.task(training, step=4)])
+    made.finish()
+    assert made.attempts.events == {"raised": 2}
 
 
 def test_groups_of_training_that_end_during_the_last_wait_are_kept() -> None:

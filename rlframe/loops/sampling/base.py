@@ -55,8 +55,9 @@ class Sampler(ABC):
         self.leases.ledger.write(step)
 
     def reset(self) -> None:
-        """Forgets everything that is under way."""
+        """Forgets everything that is under way, and the events of the step, which is done again."""
         self._taken = []
+        self.attempts.recall({})
 
     def hold(self, step: int) -> Callable[[Path], None]:  # noqa: ARG002 - nothing is under way between steps
         """Returns what writes to a folder what is under way after `step`: finished groups that wait, and the tokens of

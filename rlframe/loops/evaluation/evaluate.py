@@ -100,6 +100,8 @@ def metrics_of(evaluated: Iterable[Evaluated]) -> dict[str, float]:
     for each in evaluated:
         if each.set.name == HELD_OUT:
             metrics |= evaluation_metrics(members(each.groups))
+            # What is lost is in no mean: without this number the others would look whole.
+            metrics |= {"evaluation/lost_attempts": float(each.num_lost)} if each.num_lost else {}
         else:
             metrics |= {f"evaluation/{each.set.name}/{name}": value for name, value in each.metrics().items()}
     return metrics

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from rlframe.attempts.sessions.calls import SessionFailed, Trouble
-from rlframe.loops.evaluation.evaluate import EvaluationBeside, WeightsGone, come_back, evaluate, evaluation_metrics
+from rlframe.loops.evaluation.evaluate import (
+    EvaluationBeside,
+    WeightsGone,
+    come_back,
+    evaluate,
+    evaluation_metrics,
+    metrics_of,
+)
 from rlframe.loops.evaluation.sets import EvaluationSet
 from rlframe.types.input import ModelInput
 from rlframe.types.prompt import Prompt
@@ -66,6 +73,19 @@ def test_what_happens_to_attempts_of_an_evaluation_is_not_counted_among_those_of
     made.attempts.start([made.attempts.task(training, step=4)])
     made.finish()
     assert made.attempts.events == {"raised": 2}
+
+
+@pytest.mark.parametrize(("failing", "lost"), [({1, 3}, {"evaluation/lost_attempts": 2.0}), (set[int](), {})])
+def test_attempts_at_held_out_prompts_that_are_in_no_mean_are_counted(
+    failing: set[int], lost: dict[str, float]
+) -> None:
+    def observe(rollout: Rollout) -> None:
+        if rollout.token_ids[0] in failing:
+            raise SessionFailed(Trouble.RAISED, "no session left")
+
+    made = evaluation(observe=observe)
+    means = {"evaluation/reward_mean": 0.0, "evaluation/response_tokens_mean": 1.0}
+    assert metrics_of(evaluate(made.attempts, None, made.sets)) == means | lost
 
 
 def test_groups_of_training_that_end_during_the_last_wait_are_kept() -> None:

@@ -254,7 +254,7 @@ class Runner:
         # One may have failed already, with nobody told: that is past too.
         self._forgotten |= self._tasks
         self._tasks = set()
-        self._news = News()
+        self._news, self._turns.events = News(), Counter()
         self._loads = Loads(len(self._queues))
         self._running.clear()
         self._admission = Admission(self._aside_share)

@@ -317,6 +317,28 @@ def test_what_happens_to_attempts_of_a_step_that_is_done_again_counts_once() -> 
     assert made.attempts.events == {"raised": 2}
 
 
+def test_what_happens_to_attempts_that_are_forgotten_is_not_counted() -> None:
+    async def observe(rollout: Rollout) -> None:
+        await asyncio.sleep(int(rollout.prompt.id[1:]))
+        if rollout.prompt.id == "p6":
+            raise SessionFailed(Trouble.RAISED, "no session left")
+
+    def says(_: GenerationRequest) -> Completion:
+        return Completion(token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason=FinishReason.STOP)
+
+    made = sampler({}, max_policy_lag=1)
+    made.attempts = LocalAttempts([answering(says)], lambda rollout: None, observe=observe)  # type: ignore[assignment]
+    beginning = made.leases.state()
+    made.collect(1)
+    # p6 fails while the policy trains, and then a rank of the trainer dies.
+    made.attempts._loop.run_until_complete(asyncio.sleep(10))  # type: ignore[attr-defined]
+    made.reset()
+    made.leases.restore(beginning)
+    made.collect(1)
+    assert made.attempts.events == {}
+    made.reset()
+
+
 def test_what_a_checkpoint_judges_counts_in_the_next_step_and_before_its_position_is_read(tmp_path: Path) -> None:
     flat_ones = dict.fromkeys(("p4", "p5", "p6", "p7", "p8", "p9"), (1.0, 1.0))
     made = sampler(flat_ones, dynamic=DynamicSamplingConfig(), max_policy_lag=1)

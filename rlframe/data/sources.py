@@ -108,18 +108,7 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
     ]
     held_out = from_evaluation_path(config, understand, dropped)
     if config.evaluation_path is None:
-        put_aside = _ids_to_put_aside(entries, train, config.evaluation_count)
-        for index, part in enumerate(train):
-            held_out[index] = [part.where(lambda identity, _: identity in put_aside)]
-            train[index] = part.where(lambda identity, _: identity not in put_aside)
-        made: dict[str, int] = {}
-        for index, entry in enumerate(entries):
-            if builtin.has(entry.path):
-                # Most built-in datasets hold out the same problems.
-                made.setdefault(builtin.held_out_problems(entry.path), index)
-        for index in made.values():
-            path = entries[index].path
-            held_out[index].append(understood(path, config, understand, dropped, part=builtin.Split.HELD_OUT))
+        _hold_out(config, train, held_out, understand, dropped)
     # An id is not enough: two files may number different records alike, or hold one prompt under two ids.
     prompts = {prompt for parts in held_out for part in parts for prompt in part.prompts}
     before = sum(map(len, train))
@@ -145,10 +134,41 @@ def from_evaluation_path(config: DataConfig, understand: Understand[R], dropped:
     return found
 
 
+def _hold_out(
+    config: DataConfig,
+    train: list[Part[R]],
+    held_out: list[list[Part[R]]],
+    understand: Understand[R],
+    dropped: Counter[str],
+) -> None:
+    """Moves readings of files from `train` to `held_out`, and adds the held-out problems of built-in datasets, of which
+    `at_most` keeps the first. A reading of a file moves only if it is among those; it would be lost otherwise."""
+    entries = config.entries()
+    made: dict[str, int] = {}
+    for index, entry in enumerate(entries):
+        if builtin.has(entry.path):
+            # Most built-in datasets hold out the same problems.
+            made.setdefault(builtin.held_out_problems(entry.path), index)
+    for index in made.values():
+        held_out[index].append(
+            understood(entries[index].path, config, understand, dropped, part=builtin.Split.HELD_OUT)
+        )
+    put_aside = _ids_to_put_aside(entries, train, config.evaluation_count)
+    problems = [identity for parts in held_out for part in parts for identity in part.ids]
+    put_aside &= _first_ids(config.evaluation_count, [*put_aside, *problems])
+    for index, part in enumerate(train):
+        held_out[index].append(part.where(lambda identity, _: identity in put_aside))
+        train[index] = part.where(lambda identity, _: identity not in put_aside)
+
+
+def _first_ids(count: int, ids: Sequence[str]) -> set[str]:
+    """Returns the first `count` ids by a hash of them."""
+    return {ids[place] for place in order_by_hash(ids, salt="held out")[:count]}
+
+
 def at_most(count: int, held_out: list[list[Part[R]]]) -> list[Sequence[R]]:
     """Returns the first `count` of all by a hash of their ids, in that order within each channel."""
-    ids = [identity for parts in held_out for part in parts for identity in part.ids]
-    kept = {ids[place] for place in order_by_hash(ids, salt="held out")[:count]}
+    kept = _first_ids(count, [identity for parts in held_out for part in parts for identity in part.ids])
     chosen = []
     for parts in held_out:
         few = [part.where(lambda identity, _: identity in kept) for part in parts]

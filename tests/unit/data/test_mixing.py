@@ -136,6 +136,19 @@ def test_both_built_in_datasets_hold_out_their_problems_once(tokenizer: PreTrain
     assert len({prompt.text for prompt in held_out}) == len(held_out) > 1400
 
 
+def test_a_record_of_a_file_beside_a_built_in_dataset_is_trained_on_or_held_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    # Of the 20 held out some are problems of arithmetic; the file's records in their places are trained on.
+    fields = [{"prompt": f"question {index}", "answer": "1"} for index in range(300)]
+    one = write(tmp_path / "one.jsonl", fields)
+    config = DataConfig(path=["arithmetic#1", one], evaluation_count=20)
+    source = PromptSource(config, tokenizer=tokenizer, seed=0)
+    held_out = [prompt for prompt in source.evaluation_prompts() if prompt.source == "one.jsonl"]
+    assert 0 < len(held_out) < len(source.evaluation_prompts()) == 20
+    assert source.dropped == {} and len(source) - 1 + len(held_out) == 300
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -205,7 +205,8 @@ def template_faults(run: RunConfig, readings: Sequence[Any], *, generation_promp
     except DataError as error:
         yield Fault("data", said=error)
         return
-    said = prompt[-1]["content"].strip()
+    # The user's own: many templates write the result of a tool as JSON, and so not as it stands in the record.
+    said = next((turn["content"].strip() for turn in reversed(prompt) if turn["role"] == "user"), "")
     if said not in text:
         yield Fault(
             "model.path",

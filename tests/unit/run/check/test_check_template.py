@@ -64,3 +64,27 @@ def test_a_base_model_is_refused_with_the_default_to_ask_for(tmp_path: Path) -> 
 def test_what_does_nothing_is_refused(template: str) -> None:
     (told,) = refusals(template, "algorithm.data=texts", config="sft_qwen3_moe_tiny")[:1]
     assert "data.chat_template has no effect" in told
+
+
+@pytest.mark.parametrize("asked", ["{{ m.content }}", ""])
+def test_the_users_message_is_looked_for_and_no_result_of_a_tool(tmp_path: Path, asked: str) -> None:
+    # As Llama's and gpt-oss', it writes what a tool returns as JSON, and so not as it stands in the record.
+    template = tmp_path / "other.jinja"
+    template.write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'tool' %}{{ m.content | tojson }}{% elif "
+        "m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% elif m.role == 'user' %}"
+        + asked
+        + "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "read", "arguments": {"of": "x"}}}
+    messages = [
+        {"role": "user", "content": "How warm is it?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "read", "content": '{"celsius": 3}'},
+        {"role": "assistant", "content": "3 degrees"},
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    settings = [f"data.path={file}", "data.evaluation_count=0", f"data.chat_template={template}"]
+    told = refusals(*settings, config="sft_qwen3_moe_tiny_tools")
+    assert told == [] if asked else "leaves out the user's message 'How warm is it?'" in told[0]

@@ -60,6 +60,7 @@ class PromptSource:
         """
         self._config, self._tokenizer = config, tokenizer
         self._num_passed_over = 0
+        self._told: set[str] = set()
         self._rated: list[RatedCursor[Prompt]] = []
         """The cursors of a curriculum by pass rate."""
         self.dropped: Counter[str] = Counter()
@@ -75,11 +76,7 @@ class PromptSource:
             self.dropped = found.dropped
             whole = [prompts_of(part, config, tokenizer=tokenizer) for part in found.train]
             if left_out := sum(part.reasoning_left_out for part in whole):
-                self.counted[LEFT_OUT] = left_out
-                logger.warning(
-                    "%s: the chat template leaves out the reasoning of %d earlier turns, as when it serves the model",
-                    config.what, left_out,
-                )  # fmt: skip
+                self._count_left_out(left_out)
             parts = [self._fitting(part, config) for part in whole]
             self._hold_out(found.held_out)
             self._cursor = self._walk(parts, config, seed=seed)
@@ -116,11 +113,25 @@ class PromptSource:
                 self.dropped["duplicate id"] += 1
             else:
                 kept[conversation.id] = conversation
-        made = make_prompts(list(kept.values()), self._config, tokenizer=self._tokenizer)
-        fitting = [prompt for prompt in made if len(prompt.input) <= self._config.max_prompt_tokens]
-        if count := len(made) - len(fitting):
+        made = prompts_of(list(kept.values()), self._config, tokenizer=self._tokenizer)
+        fitting = [prompt for prompt in made.prompts if len(prompt.input) <= self._config.max_prompt_tokens]
+        if count := len(made.prompts) - len(fitting):
             self.dropped["prompt is too long"] += count
+        if new := {reason: count for reason, count in self.dropped.items() if reason not in self._told}:
+            self._told |= set(new)
+            logger.warning("%s: left out so far: %s", self._config.what, new)
+        if made.reasoning_left_out:
+            self._count_left_out(made.reasoning_left_out)
         return fitting
+
+    def _count_left_out(self, count: int) -> None:
+        """Counts turns whose reasoning the chat template leaves out. Warns of the first ones."""
+        if not self.counted[LEFT_OUT]:
+            logger.warning(
+                "%s: the chat template leaves out the reasoning of %d earlier turns%s, as when it serves the model",
+                self._config.what, count, " so far" if self._config.streaming else "",
+            )  # fmt: skip
+        self.counted[LEFT_OUT] += count
 
     def __len__(self) -> int:
         return len(self._cursor)

@@ -13,6 +13,7 @@ from rlframe.data.config import DataConfig
 from rlframe.data.cursor import Cursor
 from rlframe.data.prompts import PromptSource
 from rlframe.utils.errors import DataError
+from tests.unit.data.marks import FORGETTING, TURNS, with_template
 
 pytestmark = pytest.mark.later
 
@@ -233,3 +234,18 @@ def test_streamed_prompts_that_are_held_out_repeated_or_too_long_are_left_out(
     assert sorted(prompt.id for prompt in stream.next(4)) == ["0", "1", "2", "4"]
     assert [prompt.id[-1] for prompt in stream.evaluation_prompts()] == ["x"]
     assert stream.dropped == {"prompt is held out": 1, "duplicate id": 1, "prompt is too long": 1}
+
+
+def test_what_a_later_window_leaves_out_is_told_once_for_each_reason(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = with_template(tokenizer, FORGETTING)
+    rows = numbered(10)
+    rows[4]["prompt"] = rows[8]["prompt"] = "long " * 200
+    rows[6] = {"id": "6", "messages": TURNS, "answer": "1"}
+    stream = streamed(write(tmp_path / "a.jsonl", rows), 2, tokenizer, max_prompt_tokens=64)
+    assert caplog.text == ""
+    assert len(stream.next(8)) == 8
+    assert caplog.text.count("left out so far: {'prompt is too long': 1}") == caplog.text.count("left out") == 1
+    assert caplog.text.count("leaves out the reasoning of 1 earlier turns so far") == 1
+    assert stream.dropped == {"prompt is too long": 2} and stream.counted == {"data/reasoning_left_out": 1}

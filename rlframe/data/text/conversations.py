@@ -19,7 +19,7 @@ learned.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,10 @@ SYSTEM_KEYS = ("system", "system_prompt")
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
 OF_MESSAGES = ("completion", "response")
 """Fields of the response that may hold a list of messages."""
-PARTS = ("context", "input", "history")
-"""Keys of a part of the prompt beside its text. An instruction has the last two in it."""
+PARTS = ("context", "choices", "options", "input", "history")
+"""Keys of a part of the prompt beside its text."""
+OF_INSTRUCTION = ("input", "history")
+"""Those that an instruction's prompt has in it."""
 WEIGHT_KEYS = ("weight", "train", "loss")
 """Keys of a message's weight. The second is axolotl's, the third ms-swift's; both say true or false."""
 UNREAD_WEIGHT_KEYS = ("loss_scale", "train_detail")
@@ -288,15 +290,25 @@ def _messages_of_record(record: Record, prompt_key: str | None) -> list[Message]
 
 def _check_parts(record: Record, key: str, prompt: str) -> None:
     """Raises DataError if a part of the prompt stands beside its text, in the field `key`, and would be left out."""
-    for name in PARTS[:1] if key == "instruction" else PARTS:
+    for name in PARTS:
         value = record.fields.get(name)
-        beside = value.strip() not in prompt if isinstance(value, str) else name == "history" and value not in NONE
-        if beside:
+        if key == "instruction" and name in OF_INSTRUCTION:
+            continue
+        if any(text.strip() not in prompt for text in _texts_in(value)):
             raise DataError(
                 f"{record.where}: expected the whole prompt in {key!r}, found {name!r} beside it, which would be left "
                 f"out: {value!r:.60}; write it into {key!r}, or, if it is no part of the prompt, name the field with "
                 f"{_setting('prompt_key')}"
             )
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yields every text in a value, but for the names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(inner)
 
 
 def message_list(record: Record, key: str, turns: list[Any]) -> list[Message]:

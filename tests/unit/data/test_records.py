@@ -288,6 +288,28 @@ def test_a_part_of_the_prompt_beside_it_is_not_left_out_in_silence(fields: dict,
     assert understand(Record(fields=whole, source="s", where="s:1"), DataConfig()).prompt[0]["content"] == whole[key]
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        # As MMLU's records have them, ARC's, PubMedQA's and HotpotQA's.
+        ("choices", ["a rock", "a bird"]),
+        ("choices", {"text": ["a rock", "a bird"], "label": ["A", "B"]}),
+        ("options", ["a rock", "a bird"]),
+        ("context", {"contexts": ["a rock", "a bird"], "labels": None}),
+        ("context", ["a rock", "a bird"]),
+    ],
+)
+def test_a_part_of_the_prompt_that_is_no_text_is_not_left_out_in_silence(name: str, part: object) -> None:
+    fields = {"question": "Which of them flies?", name: part, "answer": 1}
+    with pytest.raises(DataError, match=f"the whole prompt in 'question', found '{name}' beside it, .* left out"):
+        understand(Record(fields=fields, source="s", where="s:1"), DataConfig())
+    # The names of fields in it need not be written.
+    fields["question"] += " A: a rock. B: a bird."
+    assert understand(Record(fields=fields, source="s", where="s:1"), DataConfig()).answer == "1"
+    fields |= {"question": "Which of them flies?", name: None}
+    assert understand(Record(fields=fields, source="s", where="s:1"), DataConfig()).answer == "1"
+
+
 @pytest.mark.parametrize("name", ["alpaca_en_demo", "identity", "kto_en_demo", "dpo_en_demo"])
 def test_every_record_of_the_public_demo_files_is_understood(shared_data: Path, name: str) -> None:
     for record in read(str(shared_data / "llamafactory" / f"{name}.json"), max_bytes=1e6):

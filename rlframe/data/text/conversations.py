@@ -375,8 +375,10 @@ def _answer(record: Record, answer_key: str | None) -> str | None:
     if answer_key:
         return _text(record, answer_key)
     judged = record.fields.get("reward_model")
-    if isinstance(judged, dict) and judged.get("ground_truth") is not None:
-        return str(judged["ground_truth"])
+    truth = judged.get("ground_truth") if isinstance(judged, dict) else None
+    # Several answers, as Search-R1's records list them, are no answer: as text, a reward would compare with their list.
+    if isinstance(truth, str | int | float):
+        return str(truth)
     key = "answer" if "answer" in record.fields else record.first(RESPONSE_KEYS)
     return _text(record, key) if key else None
 

@@ -116,6 +116,9 @@ FOUR = {"role": "assistant", "content": "4"}
         ({"prompt": [USER, FOUR, USER], "completion": [FOUR], "answer": "5"}, [USER, FOUR, USER, FOUR], "5"),
         ({"prompt": [USER], "completion": [FOUR, USER, FOUR]}, [USER, FOUR, USER, FOUR], "4"),
         ({"prompt": [USER], "reward_model": {"ground_truth": "4", "style": "rule"}}, [USER], "4"),
+        # As Search-R1's: several answers are none that a reward could compare with.
+        ({"prompt": [USER], "reward_model": {"ground_truth": {"target": ["4", "four"]}}}, [USER], None),
+        ({"prompt": [USER], "reward_model": {"ground_truth": ["4", "four"]}}, [USER], None),
         ({"messages": [USER, FOUR]}, [USER, FOUR], "4"),
         ({"messages": [USER], "answer": "4"}, [USER, FOUR], "4"),
         ({"messages": None, "prompt": "2+2?", "response": None, "completion": "4"}, [USER, FOUR], "4"),

@@ -51,7 +51,7 @@ OF_MESSAGES = ("completion", "response")
 PARTS = ("context", "choices", "options", "input", "history")
 """Keys of a part of the prompt beside its text."""
 OF_INSTRUCTION = ("input", "history")
-"""Those that an instruction's prompt has in it."""
+"""Keys of parts that an instruction's prompt has in it."""
 WEIGHT_KEYS = ("weight", "train", "loss")
 """Keys of a message's weight. The second is axolotl's, the third ms-swift's; both say true or false."""
 UNREAD_WEIGHT_KEYS = ("loss_scale", "train_detail")

@@ -150,12 +150,14 @@ def _hold_out(
             # Most built-in datasets hold out the same problems.
             made.setdefault(builtin.held_out_problems(entry.path), index)
     for index in made.values():
-        held_out[index].append(
-            understood(entries[index].path, config, understand, dropped, part=builtin.Split.HELD_OUT)
-        )
+        path, name = entries[index].path, entries[index].name
+        # Two sets of one task of a package, whose names are their paths, number their problems alike.
+        namespace = name if builtin.short_name(path) not in ("", name) else ""
+        problems = understood(path, config, understand, dropped, namespace=namespace, part=builtin.Split.HELD_OUT)
+        held_out[index].append(problems)
     put_aside = _ids_to_put_aside(entries, train, config.evaluation_count)
-    problems = [identity for parts in held_out for part in parts for identity in part.ids]
-    put_aside &= _first_ids(config.evaluation_count, [*put_aside, *problems])
+    others = [identity for parts in held_out for part in parts for identity in part.ids]
+    put_aside &= _first_ids(config.evaluation_count, [*put_aside, *others])
     for index, part in enumerate(train):
         held_out[index].append(part.where(lambda identity, _: identity in put_aside))
         train[index] = part.where(lambda identity, _: identity not in put_aside)

@@ -74,3 +74,12 @@ def test_a_response_gets_the_score_of_the_verifier() -> None:
 def test_what_cannot_be_made_is_a_sentence(path: str, said: str, split: Split) -> None:
     with pytest.raises(DataError, match=said):
         records(path, split)
+
+
+def test_two_sets_of_one_task_hold_out_problems_with_ids_of_their_own() -> None:
+    easy, hard = (f"reasoning_gym:chain_sum?size=40&min_terms={terms}&max_terms={terms}" for terms in (2, 6))
+    for count in (3, 100):
+        config = DataConfig(path=[easy, hard], evaluation_count=count)
+        held_out = load(config, seed=0, understand=understand).held_out
+        ids = [one.id for part in held_out for one in part]
+        assert len(set(ids)) == len(ids) == min(count, 8)

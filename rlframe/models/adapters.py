@@ -3,8 +3,9 @@
 A folder has `adapter_config.json` and `adapter_model.safetensors`. For the matrix `model.layers.0.mlp.up_proj.weight`,
 [out, in], the file holds `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`, [rank, in], and `.lora_B.weight`,
 [out, rank]; a tensor trained in full keeps its name behind `base_model.model.`. Matrices of experts are named one by
-one, as the checkpoint names them. The model's weight is W + scaling B A, with scaling = lora_alpha / r, or lora_alpha /
-sqrt(r) where use_rslora is set. Source: PEFT's documentation, "PEFT checkpoint format".
+one, as the checkpoint names them. PEFT names what it finds in the class of the base model: where that has no head, as
+for embeddings, names have no `model.` in them. The model's weight is W + scaling B A, with scaling = lora_alpha / r, or
+lora_alpha / sqrt(r) where use_rslora is set. Source: PEFT's documentation, "PEFT checkpoint format".
 """
 
 import hashlib
@@ -27,6 +28,8 @@ from rlframe.utils.files.whole import whole_file, write_whole
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+BODY = f"{PREFIX}model."
+"""Beginning of the names of a model below its head; PREFIX where the class of the base has no head."""
 HALVES = ("lora_A", "lora_B")
 OF_ADAPTER_ALONE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights that leave the base as it is. PEFT 0.21 takes the first B A of the others out of it
@@ -67,6 +70,7 @@ def write(
     rslora: bool,
     dropout: float,
     tied: bool = False,
+    headless: bool = False,
 ) -> None:
     """Writes an adapter that `peft.PeftModel.from_pretrained` loads. Each file gets its final name only after it is
     complete. Of a tied model an embedding that is trained in full is written as the output layer too: PEFT replaces
@@ -77,9 +81,14 @@ def write(
         base: name or folder of the base model.
         model_tensors: every tensor of the base model's checkpoint.
         tied: whether the output layer of the base model is its embedding.
+        headless: whether the model has no head, so that transformers' class for it is AutoModel's. Where PEFT would
+            take further modules for one that is trained in full, the file is of the class with a head.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.contiguous() for name, tensor in tensors}
+    if headless := headless and _distinct(held, map(key, model_tensors := list(model_tensors))):
+        held = {_without_head(name): tensor for name, tensor in held.items()}
+        model_tensors = [_without_head(key(name)).removeprefix(PREFIX) for name in model_tensors]
     embedding, output = map(key, TIED)
     if tied and embedding in held:
         held[output] = held[embedding].clone()
@@ -93,7 +102,7 @@ def write(
     )
     config = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if HEAD.removesuffix(".weight") in saved else "CAUSAL_LM",
+        "task_type": _task(saved, headless=headless),
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": rank,
@@ -109,6 +118,28 @@ def write(
     with whole_file(folder / WEIGHTS) as aside:
         save(held, aside)
     write_whole(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _task(saved: list[str], *, headless: bool) -> str:
+    """Returns PEFT's name of what the model is for, by which it chooses the class of the base."""
+    if headless:
+        return "FEATURE_EXTRACTION"
+    return "SEQ_CLS" if HEAD.removesuffix(".weight") in saved else "CAUSAL_LM"
+
+
+def _distinct(held: Iterable[str], everything: Iterable[str]) -> bool:
+    """Returns whether, without a head, no name of a tensor trained in full ends that of another: PEFT 0.21 compares the
+    ends of modules_to_save without a dot, so that norm is q_norm too."""
+    whole = {
+        _without_head(name).removeprefix(PREFIX) for name in held if not any(f".{half}." in name for half in HALVES)
+    }
+    others = {_without_head(name).removeprefix(PREFIX) for name in everything}
+    return not any(other != name and other.endswith(name) for name in whole for other in others)
+
+
+def _without_head(name: str) -> str:
+    """Returns the name of a tensor where the class of the base has no head."""
+    return PREFIX + name.removeprefix(BODY) if name.startswith(BODY) else name
 
 
 def _endings(modules: list[str], everything: Iterable[str]) -> list[str]:
@@ -169,7 +200,10 @@ def faults(
         found.append(f"has init_lora_weights = {start!r:.60}, which changes the base too: have PEFT convert it")
     found += [f"has {name}, which is not supported" for name in VARIANTS if config.get(name)]
     with _opened(folder) as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+        names: list[str] = list(file.keys())
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    own = {_without_head(name): name for name in expected if name not in shapes}
+    shapes = {own.get(name, name): shape for name, shape in shapes.items()}
     embedding, output = map(key, TIED)
     copied = tied and shapes.keys() >= {embedding, output}
     if copied and torch.equal(read(folder, embedding), read(folder, output)):
@@ -186,14 +220,15 @@ def faults(
 
 
 def read(folder: Path, name: str) -> Tensor:
-    """Returns a tensor of an adapter, as stored.
+    """Returns a tensor of an adapter, as stored, also of one for a class without a head.
 
     Raises:
         CheckpointError: the file is missing or cannot be read.
     """
     with _opened(folder) as file:
+        alone = _without_head(name)
         try:
-            return file.get_tensor(name)
+            return file.get_tensor(alone if name not in file.keys() and alone in file.keys() else name)  # noqa: SIM118
         except SafetensorError as error:
             raise CheckpointError(f"{folder / WEIGHTS}: tensor {name} cannot be read: {error}") from error
 

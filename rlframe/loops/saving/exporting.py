@@ -80,6 +80,7 @@ class Exporter:
                 rslora=lora.rslora,
                 dropout=lora.dropout,
                 tied=architecture.tie_embeddings,
+                headless=self.policy.algorithm.model_outputs == 0,
             )
 
 

@@ -120,6 +120,32 @@ def test_an_embedding_that_a_tied_model_trains_in_full_is_the_output_layer_too(t
     assert output in adapters.faults(tmp_path, expected, **tied)[0]
 
 
+def test_an_adapter_of_a_model_without_a_head_has_the_names_of_its_class(tmp_path: pathlib.Path) -> None:
+    given = {"base": "some/model", "model_tensors": [f"{Q}.weight", f"{K}.weight"], "dropout": 0.0, "headless": True}
+    adapters.write(tmp_path, TENSORS.items(), **given, **SETTINGS)
+    # Those that PEFT 0.21 finds in transformers' AutoModel.
+    assert sorted(load_file(tmp_path / "adapter_model.safetensors")) == [
+        "base_model.model.layers.0.self_attn.q_proj.lora_A.weight",
+        "base_model.model.layers.0.self_attn.q_proj.lora_B.weight",
+        "base_model.model.norm.weight",
+    ]
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["task_type"] == "FEATURE_EXTRACTION"
+    assert config["target_modules"] == ["layers.0.self_attn.q_proj"] and config["modules_to_save"] == ["norm"]
+    assert adapters.faults(tmp_path, SHAPES, **SETTINGS) == []
+    for name, value in TENSORS.items():
+        assert torch.equal(adapters.read(tmp_path, name), value)
+
+
+def test_a_module_whose_name_ends_others_without_a_head_keeps_the_class_with_one(tmp_path: pathlib.Path) -> None:
+    names = [f"{Q}.weight", "model.norm.weight", "model.layers.0.self_attn.q_norm.weight"]
+    given = {"base": "some/model", "model_tensors": names, "dropout": 0.0, "headless": True}
+    adapters.write(tmp_path, TENSORS.items(), **given, **SETTINGS)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    # PEFT 0.21 takes q_norm for the module norm, and finds no such tensor in the file.
+    assert config["task_type"] == "CAUSAL_LM" and config["modules_to_save"] == ["model.norm"]
+
+
 def test_folders_that_are_no_adapters_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match="not an adapter in PEFT format"):
         adapters.faults(tmp_path, SHAPES, **SETTINGS)

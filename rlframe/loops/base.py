@@ -50,6 +50,8 @@ class Loop(ABC):
     """Numbers for the closing paragraph, which are part of checkpoints."""
     first_weights: str = ""
     """Identity of the weights with which the run began, if it needs them when it is resumed."""
+    auxiliary_first_weights: dict[str, str] = field(default_factory=dict)
+    """The same of further models, by role."""
 
     @property
     @abstractmethod
@@ -145,6 +147,7 @@ class Loop(ABC):
             algorithm=self.algorithm_state(),
             score=measured.get(config.best_metric) if config.best_metric else None,
             first_weights=self.first_weights,
+            auxiliary_first_weights=self.auxiliary_first_weights,
         )
         auxiliary = {role: partial(stage, model) for role, model in self.auxiliary.items()} | in_flight
         with self.phase("checkpoint"):

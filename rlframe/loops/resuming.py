@@ -13,6 +13,11 @@ from rlframe.megatron.checkpoint.checksums import CHECKSUMS
 from rlframe.megatron.driver.rank_group import RankGroup
 from rlframe.utils.errors import CheckpointError
 
+OTHER_WEIGHTS = (
+    "{where} holds other weights than when this run began, and {what} is in no checkpoint: bring them back "
+    "(of a model of the hub by its revision), or begin a new run with output=ANOTHER"
+)
+
 
 def first_version(config: CheckpointConfig, latest: pathlib.Path | None) -> int:
     """Returns the version of the weights of `model.path`. Weights of `checkpoint.start_from` are published as version
@@ -34,7 +39,7 @@ class Resumption:
         self.beginning = RunState(
             step=0, num_optimizer_steps=0, data=loop.source.state(), results={}, algorithm=loop.algorithm_state()
         )
-        loop.first_weights = self._identity()
+        loop.first_weights, loop.auxiliary_first_weights = self._identity(), self._auxiliary_identities()
         self.ready_at = 0.0
         """Time at which the first step could begin."""
 
@@ -73,6 +78,7 @@ class Resumption:
         loop, latest = self.loop, self.latest
         state = read_state(latest) if latest else self.beginning
         self._require_first_weights(state.first_weights or loop.first_weights)
+        self._require_auxiliary_first_weights(loop.auxiliary_first_weights | state.auxiliary_first_weights)
         self._start_from()
         # The policy has the first weights now, but not any more after a checkpoint is loaded.
         loop.prepare()
@@ -120,6 +126,14 @@ class Resumption:
             return ""
         return first_weights.identity(self.loop.policy.setup.model, self.config.start_from)
 
+    def _auxiliary_identities(self) -> dict[str, str]:
+        """Returns the identities of the bases of adapters of further models, by role."""
+        return {
+            role: first_weights.identity(model.setup.model, None)
+            for role, model in self.loop.auxiliary.items()
+            if model.setup.train.lora is not None
+        }
+
     def _require_first_weights(self, expected: str) -> None:
         """Raises CheckpointError if a run would go on with other first weights than those that it began with, and needs
         them."""
@@ -131,7 +145,11 @@ class Resumption:
         where = (
             f"model.path={path}" if start_from is None else f"model.path={path} or checkpoint.start_from={start_from}"
         )
-        raise CheckpointError(
-            f"{where} holds other weights than when this run began, and {what} is in no checkpoint: bring them back "
-            "(of a model of the hub by its revision), or begin a new run with output=ANOTHER"
-        )
+        raise CheckpointError(OTHER_WEIGHTS.format(where=where, what=what))
+
+    def _require_auxiliary_first_weights(self, expected: dict[str, str]) -> None:
+        """Raises CheckpointError if the adapters of a further model would go on with another base."""
+        for role, found in self._auxiliary_identities().items():
+            if expected.get(role, found) != found:
+                where = f"the {role}'s model {self.loop.auxiliary[role].setup.model.path}"
+                raise CheckpointError(OTHER_WEIGHTS.format(where=where, what="the base of its adapters"))

@@ -66,6 +66,8 @@ class RunState:
     first_weights: str = ""
     """Identity of the weights with which the run began, see `first_weights.identity`. Empty if a resumed run does not
     need them, and in checkpoints from before 2026-11-30."""
+    auxiliary_first_weights: dict[str, str] = field(default_factory=dict)
+    """The same of further models, by role: those of which adapters are trained."""
 
 
 class Checkpoints:

@@ -50,9 +50,16 @@ def test_the_identity_is_that_of_the_weights(folder: Path, tmp_path: Path) -> No
     assert first_weights.identity(model, str(start)) != begun, "their end counts"
 
 
-def resumed(folder: Path, checkpoint: Path, *, lora: bool = False, needs_reference: bool = False) -> Any:
-    """A loop of a run with a checkpoint, and its resumption, up to where the ranks load the checkpoint."""
+def resumed(
+    folder: Path, checkpoint: Path, *, lora: bool = False, needs_reference: bool = False, critic: Path | None = None
+) -> Any:
+    """A loop of a run with a checkpoint, and its resumption, up to where the ranks load the checkpoint.
+
+    Args:
+        critic: folder of the model of a critic with adapters.
+    """
     train = SimpleNamespace(lora=object() if lora else None)
+    adapted = SimpleNamespace(model=ModelConfig(path=str(critic)), train=SimpleNamespace(lora=object()))
     policy = SimpleNamespace(
         setup=SimpleNamespace(model=ModelConfig(path=str(folder)), train=train), verify=lambda folder: None, load=stop
     )
@@ -60,7 +67,7 @@ def resumed(folder: Path, checkpoint: Path, *, lora: bool = False, needs_referen
         algorithm=SimpleNamespace(needs_reference=needs_reference, precomputes_reference=False),
         algorithm_state=dict,
         policy=policy,
-        auxiliary={},
+        auxiliary={"critic": SimpleNamespace(setup=adapted, verify=lambda folder: None)} if critic else {},
         results={},
         source=SimpleNamespace(state=dict, restore=lambda state: None),
         prepare=lambda: None,
@@ -79,7 +86,7 @@ def stop(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("needs", [{"lora": True}, {"needs_reference": True}, {}])
 def test_other_first_weights_are_refused_where_they_are_needed(
-    folder: Path, tmp_path: Path, needs: dict[str, bool]
+    folder: Path, tmp_path: Path, needs: dict[str, Any]
 ) -> None:
     checkpoint = tmp_path / "step-00000001"
     loop, _ = resumed(folder, checkpoint, **needs)
@@ -93,6 +100,24 @@ def test_other_first_weights_are_refused_where_they_are_needed(
     expected = pytest.raises(CheckpointError, match="other weights than when this run began") if needs else None
     with expected or pytest.raises(Loads):
         resumed(folder, checkpoint, **needs)[1].resume()
+
+
+def test_another_base_of_the_adapters_of_a_critic_is_refused(folder: Path, tmp_path: Path) -> None:
+    checkpoint, critic = tmp_path / "step-00000001", Path(shutil.copytree(folder, tmp_path / "critic"))
+    loop, _ = resumed(folder, checkpoint, critic=critic)
+    checkpoint.mkdir()
+    begun: dict[str, Any] = {
+        "first_weights": loop.first_weights,
+        "auxiliary_first_weights": loop.auxiliary_first_weights,
+    }
+    saved = RunState(step=1, num_optimizer_steps=1, data={}, results={}, **begun)
+    (checkpoint / STATE).write_text(json.dumps(asdict(saved)))
+    train(folder)
+    with pytest.raises(Loads):
+        resumed(folder, checkpoint, critic=critic)[1].resume()
+    train(critic)
+    with pytest.raises(CheckpointError, match=f"the critic's model {critic} holds other weights than when this run"):
+        resumed(folder, checkpoint, critic=critic)[1].resume()
 
 
 def test_checkpoints_from_before_do_not_say_what_they_began_with(folder: Path, tmp_path: Path) -> None:

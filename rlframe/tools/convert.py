@@ -46,6 +46,8 @@ TO_MEGATRON, TO_HUGGING_FACE, FROM_GGUF, DEQUANTIZE = "to-megatron", "to-hugging
 GIGABYTE = 1e9
 LORA = "lora."
 """Beginning of the names of adapters in a distributed checkpoint; see `rlframe.megatron.lora.state`."""
+EMBEDDING = "embedding"
+"""Name of the algorithm whose models have no head."""
 VERIFIED_TOKENS = 64
 LIMIT_NATS = 1e-3
 """Greatest difference in nats for `--verify`. Two float32 implementations of one model differ by 1e-5 to 1e-4; a wrong
@@ -120,10 +122,9 @@ def _to_or_from_megatron(options: argparse.Namespace, out: Path) -> None:
         _verify_files(Path(options.checkpoint))
         keeps_mtp = _holds_mtp(Path(options.checkpoint))
         outputs = _outputs(Path(options.checkpoint))
-        if outputs and options.verify:
-            raise CheckpointError(
-                f"--verify compares logprobs, and {options.checkpoint} has a head of {outputs} outputs"
-            )
+        if outputs is not None and options.verify:
+            has = f"a head of {outputs} outputs" if outputs else "no head"
+            raise CheckpointError(f"--verify compares logprobs, and {options.checkpoint} has {has}")
         template = _chat_template(options, folder)
     with whole_folder(out) as partial, megatron.one_rank():
         bones = megatron.skeleton(family, architecture.keeping_mtp(keeps_mtp).with_outputs(outputs), options.dtype)
@@ -169,16 +170,23 @@ def _holds_mtp(folder: Path) -> bool:
 
 def _outputs(folder: Path) -> int | None:
     """Returns the number of outputs of the head in a distributed checkpoint of a critic, a reward model or another
-    model that gives values. None if it has no such head."""
+    model that gives values. 0 of a model without a head, such as one for embeddings, which only its run tells: the
+    checkpoint of a tied language model has the same names. None of a language model."""
     head = read_metadata(folder).state_dict_metadata.get(HEAD)
-    return head.size[0] if isinstance(head, TensorStorageMetadata) else None
+    if isinstance(head, TensorStorageMetadata):
+        return head.size[0]
+    return 0 if _settings_of_run(folder).get("algorithm.name") == EMBEDDING else None
+
+
+def _settings_of_run(checkpoint: Path) -> dict[str, Any]:
+    """Returns the settings, by dotted key, of the run whose checkpoint it is. Empty if there is none."""
+    return flat(read_yaml(checkpoint.absolute().parent.parent.parent / "config.yaml") or {})
 
 
 def _chat_template(options: argparse.Namespace, folder: Path) -> Exported | None:
     """Returns the chat template that the exported model gets: that of the options, else that of the run whose
     checkpoint it is. None if the model keeps its own."""
-    run = Path(options.checkpoint).absolute().parent.parent.parent
-    chosen = options.chat_template or flat(read_yaml(run / "config.yaml") or {}).get("data.chat_template")
+    chosen = options.chat_template or _settings_of_run(Path(options.checkpoint)).get("data.chat_template")
     if chosen is None:
         return None
     return exported(load_tokenizer(folder, chat_template=chosen), DataConfig(chat_template=chosen))

@@ -48,6 +48,7 @@ def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]
     main(["to-huggingface", "--checkpoint", there, "--model", model, "--out", back])
     main(["to-megatron", "--model", str(folder / "long"), "--out", str(folder / "long-there")])
     convert_scored(folder / "scored", folder / "scored-back")
+    convert_headless(folder / "qwen3", folder / "headless-back")
     training = shutil.copytree(folder / "qwen3-there", folder / "run" / "checkpoints" / "step-00000001" / "training")
     (folder / "run" / "config.yaml").write_text("data: {chat_template: plain}")
     (folder / "asked.jinja").write_text(ASKED)
@@ -84,6 +85,26 @@ def convert_scored(folder: pathlib.Path, back: pathlib.Path) -> None:
     with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
         main([*asked, str(folder / "verified"), "--verify"])
     assert "has a head of 2 outputs" in said.getvalue()
+
+
+def convert_headless(folder: pathlib.Path, back: pathlib.Path) -> None:
+    """A model without a head into the checkpoint of a run that trains embeddings, and back."""
+    from rlframe.megatron.worker.convert import one_rank, skeleton, to_megatron  # noqa: PLC0415 - see on_rank
+    from rlframe.models.checkpoint import CheckpointReader  # noqa: PLC0415
+    from rlframe.tools.convert import Dtype, main  # noqa: PLC0415
+
+    family, run = load_family(folder), folder.with_name("embedding")
+    training = run / "checkpoints" / "step-00000001" / "training"
+    training.mkdir(parents=True)
+    (run / "config.yaml").write_text("algorithm: {name: embedding}")
+    with one_rank():
+        bones = skeleton(family, family.architecture(read_config(folder)).with_outputs(0), Dtype.FLOAT32)
+        to_megatron(CheckpointReader(folder), bones, training)
+    asked = ["to-huggingface", "--checkpoint", str(training), "--model", str(folder), "--dtype", "float32", "--out"]
+    main([*asked, str(back)])
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
+        main([*asked, str(folder / "verified"), "--verify"])
+    assert "has no head" in said.getvalue()
 
 
 def convert_one(rank: int, init_method: str, model: str, out: str) -> None:
@@ -148,6 +169,13 @@ def test_the_head_of_a_model_that_gives_values_is_exported(folder: pathlib.Path,
     assert disk.keys() == back.keys() and all(torch.equal(disk[name], value) for name, value in back.items())
     config = read_config(folder / "scored-back")
     assert config["architectures"] == ["Qwen3ForSequenceClassification"] and len(config["id2label"]) == 2
+
+
+def test_a_model_of_embeddings_is_exported_without_a_head(folder: pathlib.Path, growth: dict[str, Any]) -> None:
+    disk, back = (load_file(folder / name / "model.safetensors") for name in ("qwen3", "headless-back"))
+    assert disk.keys() - back.keys() == {"lm_head.weight"}
+    assert all(torch.equal(disk[name], value) for name, value in back.items())
+    assert read_config(folder / "headless-back")["architectures"] == ["Qwen3Model"]
 
 
 def test_the_exported_model_has_the_chat_template_of_its_run_or_the_one_asked_for(

@@ -61,6 +61,9 @@ ABORT_S = 0.005
 """Seconds after which an abort is repeated, for requests that had not reached vLLM the first time."""
 DEATH_GRACE_S = 5.0
 """Seconds that vLLM may take to fail the requests of a dead engine, before rlframe fails them."""
+DEATH_NOTICE_S = 20.0
+"""Seconds that vLLM may take to say that it is dead, after a call has failed because a worker has died. It ends the
+other workers first: up to 9 s (vLLM 0.32, `MultiprocExecutor.shutdown`)."""
 
 
 class VllmEngine(ServedEngine, ProfilesItself):
@@ -417,14 +420,22 @@ class VllmEngine(ServedEngine, ProfilesItself):
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        try:
-            return future.result()
-        except EngineDeadError as error:
+        error = future.exception()
+        # The error of one request, after which the task group has cancelled the others.
+        first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(first, EngineDeadError) or (type(first) is Exception and self._is_dying()):
             raise self._died(doing) from error
-        except BaseExceptionGroup as group:
-            # The error of one request, after which the task group has cancelled the others.
-            error = group.exceptions[0]
-            raise (self._died(doing) if isinstance(error, EngineDeadError) else error) from group
+        if first is not None and first is not error:
+            raise first from error
+        return future.result()
+
+    def _is_dying(self) -> bool:
+        """Returns whether vLLM is dead, or says so soon. To be asked when it has failed a call, which it does with an
+        Exception that names no kind: until it says so the engine would be taken for alive, and not be restarted."""
+        deadline = time.monotonic() + DEATH_NOTICE_S
+        while not self._engine.errored and time.monotonic() < deadline:
+            time.sleep(ABORT_S)
+        return bool(self._engine.errored)
 
     def _died(self, doing: str) -> EngineDied:
         return EngineDied(

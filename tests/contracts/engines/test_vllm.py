@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,6 +15,7 @@ from rlframe.rollout.vllm import launch
 from rlframe.rollout.vllm.line import CALL, TAKE, Line
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.calls import RankCall
+from rlframe.utils.errors import EngineDied
 from rlframe.weight_sync.border import DestinationRank
 from tests.contracts.engines.kinds import Kind, param
 from tests.contracts.engines.trainer import (
@@ -116,6 +118,22 @@ def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(kind: Kind, fol
     for request, completion in zip(requests, engine.generate(requests), strict=True):
         expected = nats(model, request, completion.token_ids.tolist())
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, **CLOSE)
+    engine.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [param("vllm")])
+def test_a_worker_that_dies_before_a_sync_reaches_it_is_a_death_of_the_engine(kind: Kind, folder: Path):
+    """Also while vLLM still ends the other worker, and is not dead by its own account."""
+    before = set(psutil.Process().children(recursive=True))
+    engine = kind.start(folder, tp=2)
+    started = set(psutil.Process().children(recursive=True)) - before
+    (worker,) = (each for each in started if "Worker_TP1" in " ".join(each.cmdline()))
+    _, destination, sync = synced(engine, load_file(folder / "model.safetensors"))
+    destination.after_pause = worker.kill
+    with pytest.raises(EngineDied, match="died during"):
+        sync.publish(version=1)
+    assert not engine.is_alive()
     engine.close()
 
 

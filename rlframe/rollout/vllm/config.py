@@ -166,7 +166,15 @@ class VllmConfig(ServedConfig):
         yield from ServedConfig.faults(self, architecture)
 
     def cpu_faults(self, architecture: Architecture, *, trained: str) -> Iterator[Fault]:
-        """See RolloutConfig. Both are assertions of vLLM 0.32, at which its core would end after it has started."""
+        """See RolloutConfig. Each would end an engine of vLLM 0.32 after it has started: the first by a segmentation
+        fault at its first request, the others by an assertion."""
+        if self.expert_parallel:
+            yield Fault(
+                "rollout.expert_parallel",
+                "must be false on a CPU",
+                got="true",
+                why="vLLM's kernels for experts on a CPU leave out which experts a rank has, and its workers die",
+            )
         if architecture.gated_delta_net is None:
             return
         if (dtype := self.number_format(trained)) is not EngineDtype.BFLOAT16:

@@ -94,6 +94,14 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_starts(values: dic
         assert one.startswith("rollout.") and text in one
 
 
+def test_experts_whole_on_a_rank_are_refused_on_a_cpu():
+    """vLLM 0.32 dies of a segmentation fault there, at the first request."""
+    model = architecture(num_experts=8, moe_layers=(True, True))
+    (fault,) = VllmConfig(tp=2, expert_parallel=True).cpu_faults(model, trained="float32")
+    assert str(fault).startswith("rollout.expert_parallel must be false on a CPU")
+    assert list(VllmConfig(tp=2).cpu_faults(model, trained="float32")) == []
+
+
 def test_an_engine_with_a_cache_of_a_given_size_asks_for_no_part_of_the_device():
     of = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": None}
     plain = {"kv_cache_dtype": "auto"}

@@ -98,9 +98,12 @@ def test_a_worker_with_a_process_of_its_own_gets_the_weights_and_samples_the_sam
         assert not sync.choice.reloads
         trainer.train(new)
         sync.publish(version=1)
-        found.append([(each.token_ids.tolist(), list(each.logprobs)) for each in engine.generate(requests)])
+        found.append(engine.generate(requests))
         engine.close()
-    assert found[0] == found[1]
+    for one, other in zip(*found, strict=True):
+        # torch's own products round by the number of rows, and requests arrive in other steps.
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), **CLOSE)
     # The weights came beside vLLM's own calls, as the logprobs did.
     assert asked.count(CALL) == 1 and asked.count(TAKE) >= 1
 

@@ -46,7 +46,8 @@ class Extension(Protocol):
 
     def rlframe_line(self) -> bytes:
         """Returns, pickled, the address at which this rank answers beside its steps, empty if it does not, and whether
-        it answers `rlframe_take` there. Every rank answers calls to receive weights there."""
+        it answers `rlframe_take` there. Every rank answers calls to receive weights there, with nothing if vLLM must
+        make them: where it reloads, or sources send at the same time."""
         ...
 
     def rlframe_drafts(self) -> bytes:

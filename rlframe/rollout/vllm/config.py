@@ -116,8 +116,8 @@ class VllmConfig(ServedConfig):
     """Kernels of the experts on CUDA. The CPU has one implementation only."""
     compile: bool = False
     """Whether Inductor compiles the model, once for a machine (vLLM keeps the result in ~/.cache/vllm), which takes the
-    first start ten seconds or more. Decoding was no faster with it for any model that was measured. Without it CUDA
-    graphs hold decoding alone. No effect with enforce_eager."""
+    first start ten seconds or more. No model that was measured decoded faster with it by more than runs differ
+    (docs/engines.md). Without it CUDA graphs hold decoding alone. No effect with enforce_eager."""
 
     share_prompts: bool | None = None
     """Whether a decode step reads the keys and values that responses share, such as those of their prompt, once for all

@@ -8,7 +8,7 @@ import copy
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -345,9 +345,13 @@ class RankExtension:
             record_s=time.perf_counter() - started,
         )
 
-    def rlframe_call(self, calls: Sequence[bytes] | Mapping[int, bytes]) -> bytes:
+    def rlframe_call(self, calls: list[bytes]) -> bytes:
         """See Extension."""
-        call: RankCall[DestinationRank, Any] = pickle.loads(calls[self.rank])
+        return self._execute(calls[self.rank])
+
+    def _execute(self, pickled: bytes) -> bytes:
+        """Executes a call of this rank's WeightDestination; see `Extension.rlframe_call`."""
+        call: RankCall[DestinationRank, Any] = pickle.loads(pickled)
         result, failure = None, None
         try:
             result = call.on(self.rlframe_destination)
@@ -374,15 +378,15 @@ class RankExtension:
     def rlframe_line(self) -> bytes:
         """See Extension. Experts lie where steps write: they are read between two of them, by vLLM's own call."""
         answers: dict[bytes, Callable[[bytes], bytes]] = {CALL: self._received_beside}
-        takes = self.rlframe_record is not None and self.rlframe_routes is None and self._samples_all()
-        takes = takes and not self.rank
+        records = self.rlframe_record is not None and self.rlframe_routes is None
+        takes = records and self._samples_all() and not self.rank
         if takes:
             answers[TAKE] = lambda message: self.rlframe_take(wanted_in(message))
         return pickle.dumps((answering(answers, self.device), takes))
 
     def _received_beside(self, call: bytes) -> bytes:
         """Executes a call to receive weights. Returns nothing if it must be made by vLLM."""
-        return self.rlframe_call({self.rank: call}) if self.rlframe_destination.pulls_alone else b""
+        return self._execute(call) if self.rlframe_destination.pulls_alone else b""
 
     def _samples_all(self) -> bool:
         """Returns whether this rank samples the whole batch, as the others. Otherwise each samples a part (an option of

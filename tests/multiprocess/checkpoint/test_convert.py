@@ -71,40 +71,35 @@ def convert(rank: int, init_method: str, folder: pathlib.Path) -> dict[str, Any]
 
 def convert_scored(folder: pathlib.Path, back: pathlib.Path) -> None:
     """A model with a head of two outputs into a distributed checkpoint, as a critic's is, and back."""
-    from rlframe.megatron.worker.convert import one_rank, skeleton, to_megatron  # noqa: PLC0415 - see on_rank
-    from rlframe.models.checkpoint import CheckpointReader  # noqa: PLC0415
-    from rlframe.tools.convert import Dtype, main  # noqa: PLC0415
-
-    family, there = load_family(folder), folder.with_name("scored-there")
+    there = folder.with_name("scored-there")
     there.mkdir()
-    with one_rank():
-        bones = skeleton(family, family.architecture(read_config(folder)).with_outputs(2), Dtype.FLOAT32)
-        to_megatron(CheckpointReader(folder), bones, there)
-    asked = ["to-huggingface", "--checkpoint", str(there), "--model", str(folder), "--dtype", "float32", "--out"]
-    main([*asked, str(back)])
-    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
-        main([*asked, str(folder / "verified"), "--verify"])
-    assert "has a head of 2 outputs" in said.getvalue()
+    there_and_back(folder, there, back, outputs=2, said="has a head of 2 outputs")
 
 
 def convert_headless(folder: pathlib.Path, back: pathlib.Path) -> None:
     """A model without a head into the checkpoint of a run that trains embeddings, and back."""
+    run = folder.with_name("embedding")
+    training = run / "checkpoints" / "step-00000001" / "training"
+    training.mkdir(parents=True)
+    (run / "config.yaml").write_text("algorithm: {name: embedding}")
+    there_and_back(folder, training, back, outputs=0, said="has no head")
+
+
+def there_and_back(folder: pathlib.Path, there: pathlib.Path, back: pathlib.Path, *, outputs: int, said: str) -> None:
+    """A model of so many outputs into a distributed checkpoint, and back. What is said of it when it is verified."""
     from rlframe.megatron.worker.convert import one_rank, skeleton, to_megatron  # noqa: PLC0415 - see on_rank
     from rlframe.models.checkpoint import CheckpointReader  # noqa: PLC0415
     from rlframe.tools.convert import Dtype, main  # noqa: PLC0415
 
-    family, run = load_family(folder), folder.with_name("embedding")
-    training = run / "checkpoints" / "step-00000001" / "training"
-    training.mkdir(parents=True)
-    (run / "config.yaml").write_text("algorithm: {name: embedding}")
+    family = load_family(folder)
     with one_rank():
-        bones = skeleton(family, family.architecture(read_config(folder)).with_outputs(0), Dtype.FLOAT32)
-        to_megatron(CheckpointReader(folder), bones, training)
-    asked = ["to-huggingface", "--checkpoint", str(training), "--model", str(folder), "--dtype", "float32", "--out"]
+        bones = skeleton(family, family.architecture(read_config(folder)).with_outputs(outputs), Dtype.FLOAT32)
+        to_megatron(CheckpointReader(folder), bones, there)
+    asked = ["to-huggingface", "--checkpoint", str(there), "--model", str(folder), "--dtype", "float32", "--out"]
     main([*asked, str(back)])
-    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
+    with contextlib.redirect_stderr(io.StringIO()) as printed, pytest.raises(SystemExit):
         main([*asked, str(folder / "verified"), "--verify"])
-    assert "has no head" in said.getvalue()
+    assert said in printed.getvalue()
 
 
 def convert_one(rank: int, init_method: str, model: str, out: str) -> None:

@@ -126,7 +126,7 @@ class OnePass:
         self._compile(torch.zeros(1, states.vocab_size, dtype=dtype, device=device))
 
     def _compile(self, logits: Float[Tensor, "1 V"]) -> None:
-        """Compiles all kernels, side by side: one after the other they took a start 4 seconds."""
+        """Compiles all kernels, side by side: one after the other they took a start some 4 seconds, by its log."""
         slots = torch.zeros(1, dtype=torch.int32, device=logits.device)
         draws = [
             partial(self._draw, logits, slots, slots, stops=stops, divides=divides)

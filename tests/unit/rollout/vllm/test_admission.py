@@ -59,6 +59,18 @@ def test_requests_wait_until_their_empty_places_have_cost_as_much_as_a_step_with
     assert admitted(folder, LENGTHS, step_cost=2.5, repeats=repeats) == {0: 6, 14: 3, 40: 1}
 
 
+def test_steps_repeat_while_requests_wait(folder: Path) -> None:
+    made: Any = scheduling(folder, blocks=200, second_runner=True)
+    decided, decide = [], made.schedule
+    made.schedule = lambda *rest, **more: decided.append(1) or decide(*rest, **more)
+    assert shorten(made.kv_cache_manager, lookahead=0)
+    Repeated(made, Admission(made, step_cost=1)).install()
+    requests = [request(str(index), [8 + index, 9, 10], max_tokens=60) for index in range(8)]
+    # Two wait while the first six sample 60 tokens each.
+    assert len(responses(made, requests, steps=1)) == 120
+    assert len(decided) < 30
+
+
 def test_the_last_ones_are_admitted_at_once(folder: Path) -> None:
     # Two wait: one is held back while one place is empty, and both are admitted when both fit.
     assert admitted(folder, LENGTHS[:8], step_cost=100) == {0: 6, 12: 2}

@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 """Engine arguments by case. `vllm-compiled` and `sglang-default` are what the engine does when it is told nothing: vLLM
-compiles with Inductor, SGLang has CUDA graphs of prefill too."""
+compiles with Inductor, which `rollout.compile` asks for, SGLang has CUDA graphs of prefill too."""
 
 
 def main() -> None:
@@ -146,6 +146,7 @@ def start_engine(arguments: argparse.Namespace, model: ModelConfig, placement: P
         max_num_seqs=NUM_REQUESTS,
         gpu_memory_utilization=arguments.memory,
         engine_options=OPTIONS[arguments.case],
+        **({"compile": True} if arguments.case == "vllm-compiled" else {}),
     )
     setup = RolloutSetup(rollout=settings, model=model, dtype=EngineDtype.BFLOAT16, device=Device.CUDA, seed=0)
     rollout = RolloutGroup(

@@ -239,10 +239,10 @@ def sampling_speed(rollout: RolloutGroup, responses: int) -> list[float]:
     return speeds[1:]
 
 
-def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Path) -> RolloutGroup:
-    """One vLLM engine on its devices."""
+def engine_settings(case: Case) -> Any:
+    """The settings of the engine."""
     _, config = find("rlframe.rollout", "vllm", key="rollout.name")
-    settings = config(
+    return config(
         name="vllm",
         tp=case.tp,
         expert_parallel=case.expert_parallel,
@@ -256,8 +256,12 @@ def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Pat
             "max_num_batched_tokens": 1024,
         },
     )
+
+
+def start_engine(case: Case, model: ModelConfig, placement: Placement, logs: Path) -> RolloutGroup:
+    """One vLLM engine on its devices."""
     setup = RolloutSetup(
-        rollout=settings,
+        rollout=engine_settings(case),
         model=model,
         dtype=EngineDtype.BFLOAT16,
         device=Device.CUDA,

@@ -1,6 +1,6 @@
 """Settings of vLLM."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -74,6 +74,8 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of the memory that vLLM keeps for an adapter (`MaxLoRARanks` of vLLM 0.32; 0.26 has them too)."""
 PROFILER_CONFIG = "profiler_config"
 """The engine argument about vLLM's own profiler."""
+COMPILATION_CONFIG = "compilation_config"
+"""The engine argument about Inductor and CUDA graphs."""
 
 
 def slot_rank(rank: int) -> int:
@@ -117,7 +119,8 @@ class VllmConfig(ServedConfig):
     compile: bool = False
     """Whether Inductor compiles the model, once for a machine (vLLM keeps the result in ~/.cache/vllm), which takes the
     first start ten seconds or more. No model that was measured decoded faster with it by more than runs differ
-    (docs/engines.md). Without it CUDA graphs hold decoding alone. No effect with enforce_eager."""
+    (docs/engines.md). Without it CUDA graphs hold decoding alone; entries of engine_options.compilation_config, such as
+    cudagraph_capture_sizes, are added to that. No effect with enforce_eager."""
 
     share_prompts: bool | None = None
     """Whether a decode step reads the keys and values that responses share, such as those of their prompt, once for all
@@ -147,9 +150,13 @@ class VllmConfig(ServedConfig):
         ServedConfig.__post_init__(self)
         if self.share_prompts and (other := self._reads_all()):
             raise SettingError("share_prompts", f"has no effect with {other}; remove it", got="true")
-        if not self.compile and "compilation_config" in self.engine_options:
+        own = self.engine_options.get(COMPILATION_CONFIG, {})
+        if not self.compile and isinstance(own, Mapping) and (mode := own.get("mode", 0)) not in (0, "NONE"):
             raise SettingError(
-                "compile", "false and engine_options.compilation_config set the same", got=False, hint="choose one"
+                "compile",
+                f"false contradicts engine_options.{COMPILATION_CONFIG}.mode={mode}",
+                got=False,
+                hint="remove the mode, or set compile=true",
             )
 
     def _reads_all(self) -> str | None:

@@ -20,7 +20,7 @@ from rlframe.rollout.base.speculative import SpeculativeConfig, SpeculativeMetho
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES
 from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.served.quantized import stated_format
-from rlframe.rollout.vllm.config import VllmConfig, slot_rank
+from rlframe.rollout.vllm.config import COMPILATION_CONFIG, VllmConfig, slot_rank
 from rlframe.rollout.vllm.decode.ahead import ENTRIES
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.errors import ConfigError
@@ -147,8 +147,6 @@ def engine_arguments(
         "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
     }
-    if not config.compile and not config.enforce_eager:
-        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if cuda else "NONE"}
     if cuda:
         options |= {"moe_backend": config.moe_backend.value, "additional_config": dict(ENTRIES)}
     else:
@@ -156,8 +154,17 @@ def engine_arguments(
         options |= {"enable_chunked_prefill": False}
     _require_known(config.engine_options, AsyncEngineArgs)
     options |= adapter_options(adapter) | speculative_options(config.speculative, tp=config.tp)
-    options |= memory_options(config, cuda=cuda) | config.engine_options
+    options |= memory_options(config, cuda=cuda) | config.engine_options | compilation_options(config, cuda=cuda)
     return AsyncEngineArgs(**options | overrides(folder, config, float32_logits=float32_logits))
+
+
+def compilation_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:
+    """Returns the argument that turns Inductor off, with the user's own entries. Nothing if `config` leaves it on, or
+    if the user's argument is no mapping."""
+    own = config.engine_options.get(COMPILATION_CONFIG, {})
+    if config.compile or config.enforce_eager or not isinstance(own, Mapping):
+        return {}
+    return {COMPILATION_CONFIG: {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if cuda else "NONE"} | dict(own)}
 
 
 def loader_settings(config: VllmConfig, adapter: EngineAdapter | None, *, cuda: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from rlframe.models.families.base import Architecture
 from rlframe.rollout.base.config import CacheFormat
 from rlframe.rollout.base.speculative import SpeculativeConfig
 from rlframe.rollout.vllm.config import OWN_OPTIONS, REFUSED_OPTIONS, VllmConfig, slot_rank
-from rlframe.rollout.vllm.launch import CPU_CACHE_BYTES, LEAST_CLAIM, memory_options
+from rlframe.rollout.vllm.launch import CPU_CACHE_BYTES, LEAST_CLAIM, compilation_options, memory_options
 
 
 def architecture(**changes: Any) -> Architecture:
@@ -55,7 +55,7 @@ def architecture(**changes: Any) -> Architecture:
         ({"temperature": 0.0}, "temperature must be above 0"),
         (
             {"compile": False, "engine_options": {"compilation_config": {"mode": 3}}},
-            "compile false and engine_options.compilation_config set the same",
+            "compile false contradicts engine_options.compilation_config.mode=3",
         ),
     ],
 )
@@ -137,3 +137,24 @@ def test_adapters_that_vllm_cannot_hold_are_refused(
     found = VllmConfig().adapter_faults(architecture(**changes), [f"model.layers.0.mlp.{tensor}.weight"], rank=rank)
     texts = [str(fault) for fault in found]
     assert texts == [] if message is None else message in texts[0]
+
+
+def test_sizes_of_cuda_graphs_do_not_bring_inductor_back() -> None:
+    sizes = {"cudagraph_capture_sizes": [1, 8]}
+    plain = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert compilation_options(VllmConfig(), cuda=True) == {"compilation_config": plain}
+    given = VllmConfig(engine_options={"compilation_config": sizes})
+    assert compilation_options(given, cuda=True) == {"compilation_config": plain | sizes}
+    assert compilation_options(given, cuda=False)["compilation_config"]["cudagraph_mode"] == "NONE"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compile": True, "engine_options": {"compilation_config": {"mode": 3}}},
+        {"enforce_eager": True},
+        {"engine_options": {"compilation_config": "{}"}},
+    ],
+)
+def test_an_argument_of_the_users_own_is_left_as_it_is(settings: dict) -> None:
+    assert compilation_options(VllmConfig(**settings), cuda=True) == {}

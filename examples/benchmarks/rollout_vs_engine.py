@@ -21,6 +21,7 @@ equal arguments, one after the other:
     rlframe_two_steps  `rlframe` with two steps under way, as vLLM has, in place of three
     rlframe_cublas     `rlframe` without kernels of its own for products of few rows
     rlframe_at_once    `rlframe` that admits each request as soon as it fits, as vLLM does
+    rlframe_vllms_runner  `rlframe` with the model runner that vLLM chooses for the model
 
 Of each case: seconds of a batch, its tokens per second, milliseconds of a decode step (a batch less one of one token a
 response; with `--at-once` those of a token of each place), and CPU seconds of this process. `ratios` has the speed of
@@ -48,7 +49,7 @@ from weight_sync import machine
 
 from rlframe.models.hub import read_config
 from rlframe.rollout.vllm.config import VllmConfig
-from rlframe.rollout.vllm.decode.ahead import ENTRIES, FEW_ROWS, KEY, STEP_COST
+from rlframe.rollout.vllm.decode.ahead import ENTRIES, FEW_ROWS, KEY, SECOND, STEP_COST
 from rlframe.rollout.vllm.engine import VllmEngine
 from rlframe.rollout.vllm.launch import DEFAULTS, engine_arguments, environment
 from rlframe.types.input import ModelInput
@@ -328,6 +329,7 @@ CHANGED = {
     "rlframe_two_steps": without(KEY),
     "rlframe_cublas": without(FEW_ROWS),
     "rlframe_at_once": without(STEP_COST),
+    "rlframe_vllms_runner": without(SECOND),
 }
 """Settings of engines of their own, by the name of the case."""
 CASES = OFFLINE | OURS | dict.fromkeys(CHANGED, through_engine(record=True))

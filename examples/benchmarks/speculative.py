@@ -42,8 +42,8 @@ from rlframe.models import tokenizer
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import EMBEDDED, resolve
 from rlframe.rollout.base.speculative import SpeculativeConfig, SpeculativeMethod
-from rlframe.rollout.vllm import launch
 from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.decode import runner
 from rlframe.rollout.vllm.engine import VllmEngine
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
@@ -181,11 +181,11 @@ def drafted(way: str, trained: Trained, arguments: argparse.Namespace) -> dict[s
 @contextmanager
 def second_runner(chosen: bool) -> Iterator[None]:
     """Makes engines that start inside the `with` take vLLM's model runner V2, as the environment variable does."""
-    before = launch.CHOSEN_RUNNER
+    before = runner.CHOSEN_RUNNER
     if chosen:
-        launch.CHOSEN_RUNNER = os.environ[launch.RUNNER] = "1"
+        runner.CHOSEN_RUNNER = os.environ[runner.RUNNER] = "1"
     yield
-    launch.CHOSEN_RUNNER = before
+    runner.CHOSEN_RUNNER = before
 
 
 def random_model(folder: Path) -> Path:

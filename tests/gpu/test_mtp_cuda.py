@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from rlframe.models.checkpoint import copy_sidecars, write_checkpoint
 from rlframe.rollout.base.speculative import SpeculativeConfig, SpeculativeMethod
-from rlframe.rollout.vllm import launch
 from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.decode import runner
 from rlframe.rollout.vllm.engine import VllmEngine
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import Completion, GenerationRequest, SamplingParams
@@ -73,9 +73,9 @@ def case(
     """An engine with CUDA graphs in one of vLLM's model runners, a trainer on the same device, and the weights that
     both have at first."""
     weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
-    before = launch.CHOSEN_RUNNER
+    before = runner.CHOSEN_RUNNER
     if request.param == "second":
-        launch.CHOSEN_RUNNER = os.environ[launch.RUNNER] = "1"
+        runner.CHOSEN_RUNNER = os.environ[runner.RUNNER] = "1"
     config = VllmConfig(
         speculative=SpeculativeConfig(method=SpeculativeMethod.MTP, num_tokens=2),
         kv_cache_gb=1.0,
@@ -90,8 +90,8 @@ def case(
         sync.close()
     finally:
         engine.close()
-        launch.CHOSEN_RUNNER = before
-        os.environ.pop(launch.RUNNER, None)
+        runner.CHOSEN_RUNNER = before
+        os.environ.pop(runner.RUNNER, None)
 
 
 def published(case: Any, weights: dict[str, Tensor]) -> None:

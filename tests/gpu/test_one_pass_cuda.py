@@ -43,16 +43,20 @@ def test_draws_follow_the_softmax() -> None:
     assert torch.equal(alone[0], tokens[77:78]) and torch.equal(alone[1], logprobs[77:78])
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one_process", "worker_process"])
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3_tied", False), ("qwen3_tied", True), ("qwen3_moe", True)],
+    ids=["one_process", "worker_process", "mixture"],
+)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    folder = make_with_tokenizer(
-        "qwen3_tied", tmp_path_factory.mktemp("model"), head_dim=64, max_position_embeddings=256
-    )
+    name, own_process = request.param
+    folder = make_with_tokenizer(name, tmp_path_factory.mktemp("model"), head_dim=64, max_position_embeddings=256)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    sizes = {"kv_cache_gb": 1.0, "max_num_seqs": 16, "max_model_len": 256, "worker_process": request.param}
+    sizes = {"kv_cache_gb": 1.0, "max_num_seqs": 16, "max_model_len": 256, "worker_process": own_process}
     running = VllmEngine(VllmConfig(compile=False, **sizes), folder=folder, dtype=torch.bfloat16, device="cuda")
+    assert running._engine.vllm_config.use_v2_model_runner
     verify(running, 0)
     yield running
     running.close()

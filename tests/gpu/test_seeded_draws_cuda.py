@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlframe.rollout.vllm import launch
 from rlframe.rollout.vllm.config import VllmConfig
+from rlframe.rollout.vllm.decode import runner
 from rlframe.rollout.vllm.engine import VllmEngine
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import GenerationRequest, SamplingParams
@@ -50,8 +50,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     config = VllmConfig(kv_cache_gb=1.0, max_num_seqs=16, max_model_len=256, compile=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "CHOSEN_RUNNER", "0")
-        patch.setenv(launch.RUNNER, "0")
+        patch.setattr(runner, "CHOSEN_RUNNER", "0")
+        patch.setenv(runner.RUNNER, "0")
         running = VllmEngine(config, folder=folder, dtype=torch.bfloat16, device="cuda")
     verify(running, 0)
     yield running

@@ -33,6 +33,7 @@ from rlframe.rollout.served.profiles import collected
 from rlframe.rollout.vllm.adapter import lora_request
 from rlframe.rollout.vllm.border import Extension
 from rlframe.rollout.vllm.config import PROFILER_CONFIG, VllmConfig
+from rlframe.rollout.vllm.decode.runner import runs_first
 from rlframe.rollout.vllm.fetch import Fetcher
 from rlframe.rollout.vllm.launch import (
     architectures_in,
@@ -40,7 +41,6 @@ from rlframe.rollout.vllm.launch import (
     engine_arguments,
     launch,
     register_here,
-    runs_first,
 )
 from rlframe.rollout.vllm.line import Line, by_line, called
 from rlframe.rollout.vllm.pending import follow, score, top

@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -22,6 +21,7 @@ from rlframe.rollout.served.plain import is_quantized, plain_config
 from rlframe.rollout.served.quantized import stated_format
 from rlframe.rollout.vllm.config import COMPILATION_CONFIG, VllmConfig, slot_rank
 from rlframe.rollout.vllm.decode.ahead import ENTRIES
+from rlframe.rollout.vllm.decode.runner import choose_runner, is_measured, prefer_second, runs_first
 from rlframe.rollout.vllm.warm_up import warm_up_values
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -38,10 +38,6 @@ SCHEDULER = "rlframe.rollout.vllm.decode.scheduler.scheduler"
 HEAD_IN_FLOAT32 = {"head_dtype": "float32"}
 """Entries of vLLM's `hf_overrides` that keep logits in float32: the weight stays as it is (vLLM 0.26 to 0.32,
 `LogitsProcessor._apply_head`)."""
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-"""Environment variable of vLLM that says which model runner it takes."""
-CHOSEN_RUNNER = os.environ.get(RUNNER)
-"""Value that the user gave it, or None."""
 DEFAULTS = {
     # Ray decides how many cores a worker has; vLLM's own binding would place several engines on the same ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -119,7 +115,9 @@ def engine_arguments(
 
     loader = loader_settings(config, adapter, cuda=cuda) | {"random_seed": random_seed, "routes": with_routes}
     loader |= {"mtp": with_mtp} if drafts_with_head(config) else {}
-    choose_runner(first=with_routes or config.speculative is not None)
+    knows_routes = cuda and adapter is None and is_measured(architectures_in(folder), world_size=config.tp)
+    choose_runner(first=config.speculative is not None or (with_routes and not knows_routes))
+    prefer_second()
     options: dict[str, Any] = {
         "model": str(folder),
         # Requests and responses are token ids; rlframe matches stop strings itself.
@@ -224,26 +222,6 @@ def speculative_options(config: SpeculativeConfig | None, *, tp: int) -> dict[st
 def drafts_with_head(config: VllmConfig) -> bool:
     """Returns whether vLLM drafts with the checkpoint's head for multi-token prediction."""
     return config.speculative is not None and config.speculative.method is SpeculativeMethod.MTP
-
-
-def runs_first() -> bool:
-    """Returns whether engines that this process starts have model runner V1 for certain."""
-    return os.environ.get(RUNNER) == "0"
-
-
-def choose_runner(*, first: bool) -> None:
-    """Sets vLLM's model runner for the processes that this one starts.
-
-    Args:
-        first: take model runner V1, unless the user has chosen: the record of experts follows its requests, and its
-            check of drafts is rlframe's own. Otherwise vLLM decides.
-    """
-    if CHOSEN_RUNNER is not None:
-        return
-    if first:
-        os.environ[RUNNER] = "0"
-    else:
-        os.environ.pop(RUNNER, None)
 
 
 def memory_options(config: VllmConfig, *, cuda: bool) -> dict[str, Any]:

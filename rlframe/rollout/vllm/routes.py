@@ -88,16 +88,72 @@ class Place:
     blocks: list[int]
 
 
+class FirstBatch:
+    """The requests and the tokens of the last step in vLLM's model runner V1."""
+
+    def __init__(self, runner: Any, group: int):
+        """
+        Args:
+            group: index of the layers' group in vLLM's cache.
+        """
+        self._runner, self._group = runner, group
+
+    def schedule(self, scheduler_output: Any) -> None:
+        """Takes note of what the next step computes. Must be called before the runner does."""
+
+    def slots(self, num_tokens: int) -> Int[Tensor, " N"]:
+        """Returns [N] the places of the step's tokens in the cache."""
+        return self._runner.input_batch.block_table[self._group].slot_mapping.gpu[:num_tokens]
+
+    def num_computed(self, name: str) -> int:
+        """Returns the number of tokens that a request had computed before the step."""
+        return self._runner.requests[name].num_computed_tokens
+
+    def blocks(self, name: str) -> list[int]:
+        """Returns the blocks of a request."""
+        return list(self._runner.requests[name].block_ids[self._group])
+
+
+class SecondBatch(FirstBatch):
+    """The same in model runner V2, which has the blocks on the device alone."""
+
+    def __init__(self, runner: Any, group: int):
+        super().__init__(runner, group)
+        self._blocks: dict[str, list[int]] = {}
+
+    def schedule(self, scheduler_output: Any) -> None:
+        # A request that was preempted comes as a new one.
+        for name in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+            self._blocks.pop(name, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._blocks[new.req_id] = list(new.block_ids[self._group])
+        known = scheduler_output.scheduled_cached_reqs
+        for name, more in zip(known.req_ids, known.new_block_ids, strict=True):
+            if more is not None:
+                self._blocks[name] += more[self._group]
+
+    def slots(self, num_tokens: int) -> Int[Tensor, " N"]:
+        return self._runner.block_tables.slot_mappings[self._group, :num_tokens]
+
+    def num_computed(self, name: str) -> int:
+        states = self._runner.req_states
+        return int(states.num_computed_tokens_np[states.req_id_to_index[name]])
+
+    def blocks(self, name: str) -> list[int]:
+        return self._blocks[name].copy()
+
+
 class RouteRecord:
     """The experts of all tokens in the key-value cache, in host memory."""
 
     def __init__(self, capture: RouteCapture, runner: Any):
         """
         Args:
-            runner: vLLM's model runner V1 in this process.
+            runner: vLLM's model runner in this process.
         """
-        self._capture, self._runner = capture, runner
-        self._group, block_size = full_attention_group(runner.kv_cache_config.kv_cache_groups)
+        self._capture = capture
+        group, block_size = full_attention_group(runner.kv_cache_config.kv_cache_groups)
+        self._batch = (SecondBatch if hasattr(runner, "req_states") else FirstBatch)(runner, group)
         # Pages that no token has been in take no memory.
         self._cache = np.zeros((runner.kv_cache_config.num_blocks, block_size, *capture.shape), dtype=capture.dtype)
         self._flat = self._cache.reshape(-1, *capture.shape)
@@ -126,11 +182,14 @@ class RouteRecord:
             self._end(name)
         # vLLM may have given the blocks of these to others in this step, and they may end before they come back. Not
         # `preempted_req_ids`, which vLLM 0.26 and 0.32 have for model runner V2. What an emptied cache has preempted
-        # may be back at once.
+        # may be back at once, with V2 as a new request.
         before, now = self._scheduled.keys(), scheduler_output.num_scheduled_tokens.keys()
-        for name in (before - now) | (before & scheduler_output.scheduled_cached_reqs.resumed_req_ids):
+        back = {*scheduler_output.scheduled_cached_reqs.resumed_req_ids}
+        back |= {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        for name in (before - now) | (before & back):
             self._keep(name)
         self._scheduled = scheduler_output.num_scheduled_tokens
+        self._batch.schedule(scheduler_output)
         self._read_arrived()
 
     def begin(self, name: str, key: str) -> None:
@@ -159,17 +218,16 @@ class RouteRecord:
         what it had lost there is computed again; what was kept when it left then stays."""
         if name not in self._keys or name not in self._scheduled:
             return
-        state = self._runner.requests[name]
-        num_rows = state.num_computed_tokens + self._scheduled[name]
+        num_rows = self._batch.num_computed(name) + self._scheduled[name]
         if num_rows >= self._left.get(name, 0):
             self._left[name] = num_rows
-            self._waiting.append(Place(self._keys[name], list(state.block_ids[self._group])))
+            self._waiting.append(Place(self._keys[name], self._batch.blocks(name)))
 
     def _add(self) -> None:
         chosen = self._capture.chosen
         if not self._num_tokens or chosen is None:
             return
-        slots = self._runner.input_batch.block_table[self._group].slot_mapping.gpu[: self._num_tokens]
+        slots = self._batch.slots(self._num_tokens)
         chosen, arrived = chosen[: self._num_tokens], None
         self._num_tokens = 0
         if chosen.is_cuda:

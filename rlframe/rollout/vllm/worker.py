@@ -37,6 +37,7 @@ from rlframe.rollout.served.recording import (
 from rlframe.rollout.vllm import drafter
 from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
 from rlframe.rollout.vllm.decode.ahead import look_ahead, multiplies_few_rows
+from rlframe.rollout.vllm.decode.runner import prefer_second
 from rlframe.rollout.vllm.drafter import DRAFT, DRAFT_NOTES, DraftNotes
 from rlframe.rollout.vllm.layout import weights
 from rlframe.rollout.vllm.line import CALL, TAKE, answering, wanted_in
@@ -52,7 +53,8 @@ from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.endpoints import WeightDestination
 from rlframe.weight_sync.layout.memory import MemoryLayout
 
-# vLLM's core and its workers import this module before they count the steps under way.
+# vLLM's core and its workers import this module before they ask for their runner and count the steps under way.
+prefer_second()
 look_ahead()
 logger = logging.getLogger(__name__)
 

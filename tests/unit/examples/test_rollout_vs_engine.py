@@ -19,7 +19,8 @@ def test_every_case_runs_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, "tiny", "--device", "cpu", "--repeats", "1", "--output", output]
     subprocess.run(list(map(str, command)), check=True)
     result = json.loads(output.read_text())
-    changed = ["rlframe_one_process", "rlframe_unshared", "rlframe_two_steps", "rlframe_cublas", "rlframe_at_once"]
+    changed = ["rlframe_one_process", "rlframe_unshared", "rlframe_two_steps", "rlframe_cublas"]
+    changed += ["rlframe_at_once", "rlframe_vllms_runner"]
     assert list(result["cases"]) == ["offline", "offline_seeded", "async", "rlframe", "rlframe_logprobs", *changed]
     assert all(case["seconds"] > 0 for case in result["cases"].values())
     seconds = [result["cases"][name]["seconds"] for name in ("offline", "rlframe")]

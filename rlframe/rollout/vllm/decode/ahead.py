@@ -21,7 +21,9 @@ each change of what the kernels compute or when they are used."""
 STEP_COST = "rlframe_step_cost"
 """Another: what a step with prompts costs beside their own computation, in steps that only decode (`admission`). By
 what was measured 4 would suit a 1.7 B and 1 an 8 B; the time is flat around the least."""
-ENTRIES: dict[str, float] = {KEY: STEPS, FEW_ROWS: 2, STEP_COST: 1.0}
+SECOND = "rlframe_second_runner"
+"""Another: 1 for model runner V2 where vLLM would take V1 (`runner`)."""
+ENTRIES: dict[str, float] = {KEY: STEPS, FEW_ROWS: 2, STEP_COST: 1.0, SECOND: 1}
 """Entries that an engine on a GPU has."""
 
 
@@ -58,6 +60,11 @@ def step_cost(config: Any) -> float:
 def multiplies_few_rows(config: Any) -> bool:
     """Returns whether a VllmConfig asks for products of few rows by rlframe's kernels."""
     return bool(_entries(config).get(FEW_ROWS, 0))
+
+
+def prefers_second(config: Any) -> bool:
+    """Returns whether a VllmConfig asks for model runner V2."""
+    return bool(_entries(config).get(SECOND, 0))
 
 
 def _entries(config: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def install(runner: Any, *, routes: RouteRecord | None = None) -> TokenRecord | 
     it writes. Returns None if the rank does not sample.
 
     Args:
-        routes: the record of experts, which needs model runner V1.
+        routes: the record of experts.
     """
     sampler = getattr(runner, "sampler", None)
     if sampler is None:
@@ -47,7 +47,8 @@ def install(runner: Any, *, routes: RouteRecord | None = None) -> TokenRecord | 
     sampler.record = TokenRecord(runner.max_num_reqs)
     sampler.routes = routes
     if hasattr(sampler, "sampling_states"):
-        assert routes is None, "VLLM_USE_V2_MODEL_RUNNER=0 with routed experts"
+        if routes is not None:
+            follow_routes(runner, routes)
         # Its random numbers depend on a request's seed and on the position in the sequence, so that requests which
         # continue a response get the right ones.
         sampler.slots = np.tile(NOT_RECORDED, (runner.max_num_reqs, 1))
@@ -112,6 +113,20 @@ def follow_requests(runner: Any, draws: Draws | None) -> None:
         return result
 
     runner._update_states = update_states
+
+
+def follow_routes(runner: Any, routes: RouteRecord) -> None:
+    """Makes model runner V2 begin the records of experts, before it forgets requests that have ended."""
+    finish = runner.finish_requests
+
+    def finish_requests(scheduler_output: Any) -> None:
+        routes.schedule(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            if (key := option(new.sampling_params, RECORD)) is not None:
+                routes.begin(new.req_id, key)
+        finish(scheduler_output)
+
+    runner.finish_requests = finish_requests
 
 
 def advance(generator: torch.Generator, count: int, *, draw: Any, vocabulary: int) -> None:

@@ -26,7 +26,7 @@ import random
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,6 +49,7 @@ from rlframe.rollout.base.config import RolloutConfig
 from rlframe.tools.doctor import versions
 from rlframe.types.input import ModelInput
 from rlframe.types.messages import Message
+from rlframe.types.packed import Packed
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, Group, SamplingParams
 
@@ -130,9 +131,21 @@ class Engine:
         self.waiting: deque[asyncio.Future[None]] = deque()
         self.spans: list[tuple[float, float]] = []
 
-    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """As of a served engine: one request a call."""
-        (request,) = requests
+    async def generate(self, requests: Packed[GenerationRequest]) -> Packed[Completion]:
+        """As of a served engine."""
+        return Packed(await asyncio.gather(*map(self._answer, requests.objects())))
+
+    @ray.method(num_returns="streaming")
+    async def generate_each(self, requests: Packed[GenerationRequest]) -> AsyncIterator[list[tuple[int, Completion]]]:
+        """As of a served engine: each answer when it is there."""
+
+        async def answered(index: int, request: GenerationRequest) -> tuple[int, Completion]:
+            return index, await self._answer(request)
+
+        for answer in asyncio.as_completed([answered(*each) for each in enumerate(requests.objects())]):
+            yield [await answer]
+
+    async def _answer(self, request: GenerationRequest) -> Completion:
         if not self.free:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiting.append(turn)
@@ -149,14 +162,12 @@ class Engine:
         else:
             self.free += 1
         self.spans.append((begun, begun + count * case.token_s))
-        return [
-            Completion(
-                token_ids=np.random.default_rng(request.seed).integers(0, VOCABULARY, count, dtype=np.int32),
-                logprobs=np.full(count, -1.0, dtype=np.float32),
-                versions=np.zeros(count, dtype=np.int32),
-                finish_reason=FinishReason.STOP,
-            )
-        ]
+        return Completion(
+            token_ids=np.random.default_rng(request.seed).integers(0, VOCABULARY, count, dtype=np.int32),
+            logprobs=np.full(count, -1.0, dtype=np.float32),
+            versions=np.zeros(count, dtype=np.int32),
+            finish_reason=FinishReason.STOP,
+        )
 
     def used(self, start: float, end: float) -> tuple[float, int]:
         """Slot seconds that requests used in a window, those under way left out; and the requests begun in it."""
@@ -192,15 +203,15 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
-def tasks(first: int, count: int, case: Case) -> list[Task]:
-    """Groups of new prompts."""
+def tasks(first: int, count: int, case: Case) -> Packed[Task]:
+    """Groups of new prompts, as they go to the runner."""
     sampling = SamplingParams(max_tokens=case.mean_tokens * 8)
     made = []
     for index in range(first, first + count):
         tokens = np.random.default_rng(index).integers(0, VOCABULARY, PROMPT_TOKENS, dtype=np.int32)
         prompt = Prompt(id=str(index), text="", input=ModelInput(tokens))
         made.append(Task(group=Group.begin(str(index), prompt, GROUP_SIZE), sampling=sampling, step=1))
-    return made
+    return Packed(made)
 
 
 def measure(case: Case, *, seconds: float, profile: bool) -> dict[str, Any]:

@@ -62,7 +62,7 @@ RECIPE = [
     "train.optimizer.warmup_steps=10", "train.optimizer.beta2=0.98", "checkpoint.every_steps=0",
     "checkpoint.export_dtype=float32",
 ]  # fmt: skip
-OFFLINE = ["~reward", "~rollout", "evaluation.every_steps=0"]
+OFFLINE = ["~reward", "~rollout", "~rollout.max_tokens", "evaluation.every_steps=0"]
 METHODS = {
     "gkd, on_policy_fraction 0": ("gkd_qwen3_moe_tiny", ["algorithm.on_policy_fraction=0", *OFFLINE]),
     "gkd, on_policy_fraction 0.5": ("gkd_qwen3_moe_tiny", ["evaluation.every_steps=0"]),
@@ -112,12 +112,16 @@ def accuracy(folder: Path) -> float:
     return right / total
 
 
-def curve(method: str, teacher: Path, folder: Path, *, seed: int, steps: int, every: int) -> dict[int, float]:
-    """Accuracy by step of one student."""
-    config, overrides = METHODS[method]
+def settings(method: str, teacher: Path, *, seed: int, steps: int, every: int) -> list[str]:
+    """Returns the overrides of one student's run."""
     given = [] if method == "sft" else [f"teacher.path={teacher}"]
     given += [f"steps={steps}", f"seed={seed}", f"checkpoint.export_every_steps={every}"]
-    run(config, [*RECIPE, *overrides, *given], folder)
+    return [*RECIPE, *METHODS[method][1], *given]
+
+
+def curve(method: str, teacher: Path, folder: Path, *, seed: int, steps: int, every: int) -> dict[int, float]:
+    """Accuracy by step of one student."""
+    run(METHODS[method][0], settings(method, teacher, seed=seed, steps=steps, every=every), folder)
     exports = folder / "exports"
     return {step: accuracy(exports / f"step-{step:08d}") for step in range(every, steps + 1, every)}
 

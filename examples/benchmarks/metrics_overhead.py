@@ -114,10 +114,10 @@ def times_only(loop: OnlineLoop, *_: Any) -> dict[str, float]:
     return loop.phase.step_times({})
 
 
-def nothing_seen(_: type[Seen], groups: Any) -> Seen:
+def nothing_seen(_: type[Seen], groups: Any, batch: Any) -> Seen:
     """Stands for Seen.of."""
     nothing = np.zeros(0, dtype=np.int64)
-    return Seen(metrics={}, tokens=Tokens(lengths=nothing, sampled=nothing, ids=nothing))
+    return Seen(metrics={}, tokens=Tokens(lengths=nothing, sampled=nothing, ids=nothing), predicted=0)
 
 
 def nothing_kept(_: MetricsLog, step: int, rollouts: Any, batch: Any = None, *, evaluation: str = "") -> Chosen:

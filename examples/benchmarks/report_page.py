@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def write_run(folder: Path, *, steps: int, prompts: int, group: int, prompt_toke
     settings = as_dict(load("grpo_qwen3_moe", [f"steps={steps}"]))
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     (folder / "overrides.yaml").write_text(yaml.safe_dump([f"steps={steps}"]))
-    log = MetricsLog(LoggingConfig(progress=False), folder, name="run", steps=steps, done_steps=None, decode=piece)
+    log = MetricsLog(LoggingConfig(progress=False), folder, name="run", steps=steps, done_steps=None, decode=pieces)
     pool = Pool(np.random.default_rng(0))
     metrics: dict[str, float] = {}
     for step in range(1, steps + 1):
@@ -89,9 +90,9 @@ def write_run(folder: Path, *, steps: int, prompts: int, group: int, prompt_toke
     log.close()
 
 
-def piece(token: int) -> str:
-    """Returns a word for a token."""
-    return f" word{token}"
+def pieces(tokens: Sequence[int]) -> list[str]:
+    """Returns a word for each token."""
+    return [f" word{token}" for token in tokens]
 
 
 class Pool:
@@ -111,7 +112,7 @@ class Pool:
 def made(pool: Pool, place: int, group: int, prompt_tokens: int, tokens: int) -> Group:
     """Returns attempts of random tokens at a prompt."""
     words, _ = pool.stretch(prompt_tokens)
-    prompt = Prompt(id=str(place), input=ModelInput(words), text="".join(map(piece, words)), answer="42")
+    prompt = Prompt(id=str(place), input=ModelInput(words), text="".join(pieces(words.tolist())), answer="42")
     sampled = np.arange(tokens) >= prompt_tokens
     found = []
     for index in range(group):

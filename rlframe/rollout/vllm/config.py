@@ -74,8 +74,24 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of the memory that vLLM keeps for an adapter (`MaxLoRARanks` of vLLM 0.32; 0.26 has them too)."""
 PROFILER_CONFIG = "profiler_config"
 """The engine argument about vLLM's own profiler."""
+CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of heads for which vLLM's attention on a CPU has kernels: those that vLLM 0.32 names and does not check, and
+48, which runs."""
 COMPILATION_CONFIG = "compilation_config"
 """The engine argument about Inductor and CUDA graphs."""
+
+
+def _head_faults(architecture: Architecture) -> Iterator[Fault]:
+    """Yields whether the model's heads have a width that vLLM's attention on a CPU has no kernel for."""
+    model, size = architecture.model_type, architecture.head_dim
+    if architecture.latent is None and size not in CPU_HEAD_SIZES:
+        yield Fault(
+            "rollout.name",
+            f"must be another engine for {model} with heads of {size} numbers on a CPU, where vLLM's attention has no "
+            "kernel for them",
+            got="vllm",
+            hint=f"use rollout.name=transformers, or one of the head sizes {', '.join(map(str, CPU_HEAD_SIZES))}",
+        )
 
 
 def slot_rank(rank: int) -> int:
@@ -173,8 +189,9 @@ class VllmConfig(ServedConfig):
         yield from ServedConfig.faults(self, architecture)
 
     def cpu_faults(self, architecture: Architecture, *, trained: str) -> Iterator[Fault]:
-        """See RolloutConfig. Each would end an engine of vLLM 0.32 after it has started: the first by a segmentation
-        fault at its first request, the others by an assertion."""
+        """See RolloutConfig. Each would end an engine of vLLM 0.32 after it has started: `expert_parallel` by a
+        segmentation fault at its first request, the others by an assertion or another error of vLLM."""
+        yield from _head_faults(architecture)
         if self.expert_parallel:
             yield Fault(
                 "rollout.expert_parallel",

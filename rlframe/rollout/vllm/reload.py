@@ -25,6 +25,8 @@ class LayerwiseReload:
         self._arrived: set[str] = set()
         self._filled: set[str] = set()
         self._places: dict[str, tuple] = {}
+        self._forgotten: list[Any] = []
+        """Methods of experts that have no kernel until the reload has made one."""
         self.under_way = False
         """True from `begin` to the end of `finish`. The model cannot run meanwhile, and never again if an error came in
         between."""
@@ -61,8 +63,8 @@ class LayerwiseReload:
         """Completes the layers.
 
         Raises:
-            WeightSyncFailed: a tensor of the checkpoint is missing, a parameter was not filled, or one was moved, so
-                that captured CUDA graphs would read the old one.
+            WeightSyncFailed: a tensor of the checkpoint is missing, a parameter was not filled, experts were left out,
+                or a parameter was moved, so that captured CUDA graphs would read the old one.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -73,6 +75,11 @@ class LayerwiseReload:
                 config = self._vllm_config.speculative_config.draft_model_config
                 finalize_layerwise_reload(self._drafter.model, config)
             self._pack_tied_for_cpu()
+        if left := sum(method.moe_kernel is None for method in self._forgotten):
+            raise WeightSyncFailed(
+                f"the reload of vLLM left out the experts of {left} layers of {type(self._model).__name__}, which vLLM "
+                "copies past its own loader: on a CPU this model cannot be trained with rollout.name=vllm"
+            )
         if missing := self._notes.tensors.keys() - self._arrived:
             raise WeightSyncFailed(f"the reload of vLLM lacks {len(missing)} tensors, such as {min(missing)}")
         # vLLM 0.26 reports expert weights without the name of the module that holds them.
@@ -114,11 +121,10 @@ class LayerwiseReload:
         # Workaround for vLLM 0.30 to 0.32: they pack expert weights for the CPU only if no kernel exists yet, so a
         # reload would leave them unpacked. No error is raised, and logprobs are wrong by several nats. Not needed any
         # more once the calibration of a streamed sync passes without it.
-        if self._on_cpu:
-            for module in self._modules():
-                method: Any = getattr(module, "quant_method", None)
-                if getattr(method, "moe_kernel", None) is not None:
-                    method.moe_kernel = None
+        methods = (getattr(module, "quant_method", None) for module in self._modules()) if self._on_cpu else ()
+        self._forgotten = [method for method in methods if getattr(method, "moe_kernel", None) is not None]
+        for method in self._forgotten:
+            method.moe_kernel = None
 
     def _pack_tied_for_cpu(self) -> None:
         # Workaround for vLLM 0.26 to 0.32: an output layer that shares the embedding's weight has a packed copy of it

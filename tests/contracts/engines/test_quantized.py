@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rlframe.rollout.vllm.config import has_tiles
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import SamplingParams
+from rlframe.utils.errors import WeightSyncFailed
 from tests.contracts.engines.kinds import ENGINES, Kind, param
 from tests.contracts.engines.trainer import synced
 from tests.quantized_models import quantize
 from tests.rollout_models import make_requests, make_with_tokenizer
 
 pytestmark = pytest.mark.later
+# No engine follows the weights of GPT-OSS on a CPU: the embedded one has no windows, SGLang no attention for it.
 FORMS = [
     ("fp8", "qwen3_moe"),
     pytest.param("int4", "qwen3_moe", marks=pytest.mark.thorough),
-    pytest.param("mxfp4", "gpt_oss", marks=pytest.mark.thorough),
 ]
 SEQUENCES = [ModelInput(tuple(range(5, 5 + length))) for length in (3, 17, 40)]
 SAMPLING = SamplingParams(max_tokens=8, min_tokens=8)
@@ -27,13 +27,7 @@ SAMPLING = SamplingParams(max_tokens=8, min_tokens=8)
 @pytest.mark.parametrize(("form", "model"), FORMS)
 @pytest.mark.parametrize("kind", [param(name) for name in ENGINES])
 def test_scores_and_samples_are_those_of_the_plain_folder(kind: Kind, form: str, model: str, tmp_path: Path) -> None:
-    if form == "mxfp4" and kind.name == "transformers":
-        pytest.skip("the embedded engine has no sliding windows")
-    if form == "mxfp4" and kind.name == "sglang":
-        pytest.skip("SGLang has no attention for GPT-OSS on a CPU")
-    if form == "mxfp4" and has_tiles():
-        pytest.skip("vLLM 0.32 has neither attention nor experts for GPT-OSS on a CPU with AMX")
-    make_with_tokenizer(model, tmp_path / "source", **({"moe_intermediate_size": 64} if form != "mxfp4" else {}))
+    make_with_tokenizer(model, tmp_path / "source", moe_intermediate_size=64)
     quantize(tmp_path / "source", form, plain=tmp_path / "plain", quantized=tmp_path / "quantized")
     weights = {name: each.float() for name, each in load_file(tmp_path / "plain" / "model.safetensors").items()}
     found = []
@@ -56,3 +50,17 @@ def test_scores_and_samples_are_those_of_the_plain_folder(kind: Kind, form: str,
     ):
         assert one == other if exact else one == pytest.approx(other, abs=1e-5)
     assert [tokens for tokens, _ in samples] == [tokens for tokens, _ in again]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [param("vllm")])
+def test_a_reload_that_leaves_out_experts_fails_before_a_request_does(kind: Kind, tmp_path: Path) -> None:
+    make_with_tokenizer("gpt_oss", tmp_path / "source", head_dim=32)
+    quantize(tmp_path / "source", "mxfp4", plain=tmp_path / "plain", quantized=tmp_path / "quantized")
+    weights = {name: each.float() for name, each in load_file(tmp_path / "plain" / "model.safetensors").items()}
+    engine = kind.start(tmp_path / "plain")
+    try:
+        with pytest.raises(WeightSyncFailed, match="left out the experts of 2 layers of GptOssForCausalLM"):
+            synced(engine, weights)
+    finally:
+        engine.close()

@@ -102,6 +102,13 @@ def test_experts_whole_on_a_rank_are_refused_on_a_cpu():
     assert list(VllmConfig(tp=2).cpu_faults(model, trained="float32")) == []
 
 
+@pytest.mark.parametrize("size", [16, 24, 144])
+def test_heads_without_a_kernel_on_a_cpu_are_refused(size: int) -> None:
+    """vLLM 0.32 starts, and its core ends at the first request."""
+    (fault,) = VllmConfig().cpu_faults(architecture(head_dim=size), trained="float32")
+    assert str(fault).startswith(f"rollout.name must be another engine for qwen3 with heads of {size} numbers on a CPU")
+
+
 def test_an_engine_with_a_cache_of_a_given_size_asks_for_no_part_of_the_device():
     of = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": None}
     plain = {"kv_cache_dtype": "auto"}

@@ -21,7 +21,7 @@ QWEN3_MOE = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "intermediate_size": 128,
     "moe_intermediate_size": 32,
     "num_experts": 8,

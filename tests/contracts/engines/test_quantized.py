@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from rlframe.rollout.vllm.config import has_tiles
 from rlframe.types.input import ModelInput
 from rlframe.types.rollout import SamplingParams
 from rlframe.utils.errors import WeightSyncFailed
@@ -55,6 +56,8 @@ def test_scores_and_samples_are_those_of_the_plain_folder(kind: Kind, form: str,
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [param("vllm")])
 def test_a_reload_that_leaves_out_experts_fails_before_a_request_does(kind: Kind, tmp_path: Path) -> None:
+    if has_tiles():
+        pytest.skip("vLLM 0.32 has neither attention nor experts for GPT-OSS on a CPU with AMX")
     make_with_tokenizer("gpt_oss", tmp_path / "source", head_dim=32)
     quantize(tmp_path / "source", "mxfp4", plain=tmp_path / "plain", quantized=tmp_path / "quantized")
     weights = {name: each.float() for name, each in load_file(tmp_path / "plain" / "model.safetensors").items()}

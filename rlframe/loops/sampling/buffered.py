@@ -362,7 +362,7 @@ class BufferedSampler(Sampler):
             metrics |= {
                 "rollout/rounds": float(self._rounds),
                 "rollout/sampled": float(counts.sampled),
-                "reward/sampled_mean": mean_of(counts.rewards),
+                **({"reward/sampled_mean": mean_of(counts.rewards)} if counts.rewards else {}),
                 **{f"rollout/dropped_{reason}_groups": float(count) for reason, count in counts.dropped.items()},
             }
         if self.dynamic or self.in_flight or self.buffer.rest is OversampleRest.DROP or counts.dropped_tokens:

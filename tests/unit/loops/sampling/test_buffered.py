@@ -379,6 +379,16 @@ def test_what_a_checkpoint_judges_counts_in_the_next_step_and_before_its_positio
     made.reset()
 
 
+def test_a_step_that_judges_nothing_has_no_mean_reward_of_what_it_sampled() -> None:
+    made = sampler({}, dynamic=DynamicSamplingConfig(), max_policy_lag=1)
+    collected(made, 1)
+    assert made.metrics()["reward/sampled_mean"] == 0.5
+    # Its groups were judged in the step before.
+    collected(made, 2)
+    assert made.metrics()["rollout/sampled"] == 0 and "reward/sampled_mean" not in made.metrics()
+    made.reset()
+
+
 def test_what_a_checkpoint_judges_counts_in_the_next_step_of_a_resumed_run_too(tmp_path: Path) -> None:
     flat_ones = dict.fromkeys(("p4", "p5", "p6", "p7", "p8", "p9"), (1.0, 1.0))
     first, second = (sampler(flat_ones, dynamic=DynamicSamplingConfig(), max_policy_lag=1) for _ in range(2))

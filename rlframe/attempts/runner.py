@@ -155,7 +155,7 @@ class Runner:
         self._running: dict[str, Task] = {}
         """The groups under way, by their ids, with their progress."""
         self._begun: dict[int, float] = {}
-        """Time at which each attempt under way began, by the identity of its rollout."""
+        """Time at which each attempt under way began, by the identity of its rollout, those of tasks aside left out."""
         self._none_succeeded, self._num_failed = True, 0
         self._num_answers = 0
         """Number of answers of environments and rewards at the last look."""
@@ -298,11 +298,12 @@ class Runner:
         )
 
     def state(self) -> State:
-        """Returns how many attempts are under way, and how busy the engines were so far."""
+        """Returns how many attempts are under way, those of tasks aside left out, and how busy the engines were so
+        far."""
         counts = dict.fromkeys(map(str, WaitsFor), 0)
         for task in self._running.values():
             for progress in task.progress:
-                if not progress.ended:
+                if not (progress.ended or task.aside):
                     counts[progress.waits_for] += 1
         load = self.load()
         return State(
@@ -353,7 +354,8 @@ class Runner:
 
     async def _within_limits(self, task: Task, rollout: Rollout, progress: Progress, engine: int) -> None:
         """Runs one attempt to its end."""
-        self._begun[id(rollout)] = time.monotonic()
+        if not task.aside:
+            self._begun[id(rollout)] = time.monotonic()
         limit, admission = asyncio.timeout(None if self._is_interrupted else self._attempt_timeout_s), self._admission
         if self._is_interrupted:
             self._left_s[id(rollout)] = self._attempt_timeout_s
@@ -382,7 +384,7 @@ class Runner:
             self._count_failure(rollout, error)
             progress.ended = DropReason.FAILED
         finally:
-            del self._begun[id(rollout)]
+            self._begun.pop(id(rollout), None)
             self._limits.pop(id(rollout), None)
             self._left_s.pop(id(rollout), None)
             admission.end(aside=task.aside)

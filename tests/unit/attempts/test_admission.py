@@ -79,6 +79,9 @@ def test_the_runner_begins_tasks_aside_as_they_are_admitted() -> None:
         await asyncio.sleep(0.01)
         # Nothing else was under way.
         assert asked == ["aside"] * 7
+        # What the state counts is work of training.
+        state = runner.state()
+        assert sum(state.attempts.values()) == state.oldest_s == 0
         gates["aside"].set()
         await ended(runner, 7)
         gates["aside"].clear()
@@ -86,7 +89,7 @@ def test_the_runner_begins_tasks_aside_as_they_are_admitted() -> None:
         runner.start([task("t", size=6, aside=False)], version=0)
         runner.start([task(f"f{index}", size=1, aside=True) for index in range(7)], version=0)
         await asyncio.sleep(0.01)
-        assert asked == ["training"] * 6 + ["aside"] * 2
+        assert asked == ["training"] * 6 + ["aside"] * 2 and runner.state().attempts["engine"] == 6
         gates["aside"].set()
         assert {each.group.id for each in (await ended(runner, 7)).ended} == {f"f{index}" for index in range(7)}
         gates["aside"].clear()

@@ -276,11 +276,11 @@ class PolicyGradient(OnlineAlgorithm, Generic[Config]):
                 why="the mean weight needs the policy before the update, which is not computed separately",
                 hint="use more minibatches or epochs",
             )
-        bounded = isinstance(self.config, ClippedConfig) and not self.config.correction.bypass
-        for name in ("dual_clip", "ratio_cap") if facts.one_update and bounded else ():
-            if (bound := getattr(self.config, name)) is not None:
+        without_effect = facts.one_update and not self.config.correction.bypass
+        for each in fields(self.config) if without_effect else ():
+            if each.name in ("dual_clip", "ratio_cap") and (bound := getattr(self.config, each.name)) != each.default:
                 yield Fault(
-                    f"algorithm.{name}",
+                    f"algorithm.{each.name}",
                     f"has no effect with {facts.one_update}",
                     got=bound,
                     why="the ratio to the old policy is 1",

@@ -159,6 +159,7 @@ def test_the_supervised_job_has_no_fault(model: str) -> None:
             ["algorithm.ratio_cap=3"],
             ["algorithm.ratio_cap has no effect with train.num_minibatches * train.epochs_per_batch = 1"],
         ),
+        (["algorithm=dppo", "algorithm.ratio_cap=3"], [f"algorithm.ratio_cap has no effect with {ONE_UPDATE}"]),
         (
             ["algorithm=kl_cov"],
             ["algorithm.name=kl_cov has no effect with train.num_minibatches * train.epochs_per_batch = 1"],

@@ -12,6 +12,7 @@ from rlframe.megatron.config.mtp import MtpMode, in_head
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.run.check.context import algorithm_of, evaluates, online, samples
 from rlframe.run.config import RunConfig
+from rlframe.types.results import Output
 from rlframe.utils import outside
 from rlframe.utils.errors import CheckpointError, ConfigError
 from rlframe.utils.faults import Fault
@@ -152,13 +153,22 @@ def environment(run: RunConfig) -> Iterator[Fault]:
 
 
 def offline(run: RunConfig) -> Iterator[Fault]:
-    """Checks that reference logprobs are computed before training only if that saves a model in memory."""
+    """Checks that reference logprobs are computed before training only if that saves a model in memory, and that states
+    are the same in both passes of an embedding's step."""
     if not online(run) and run.train.lora and algorithm_of(run).precomputes_reference:
         yield Fault(
             "algorithm.reference",
             "must be live with train.lora",
             got="precomputed",
             why="the reference is the model without its adapters, which the ranks hold anyway",
+        )
+    if run.train.lora and run.train.lora.dropout and algorithm_of(run).output is Output.STATES:
+        yield Fault(
+            "train.lora.dropout",
+            f"must be 0 with algorithm.name={run.algorithm.name}",
+            got=run.train.lora.dropout,
+            why="the loss is that of states without dropout, so that the gradient of states with it would not be its",
+            hint="remove it",
         )
 
 

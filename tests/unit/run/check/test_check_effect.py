@@ -142,6 +142,12 @@ AHEAD = ["cluster.colocate=false", "loop.max_policy_lag=2"]
             ["logging.samples_per_step=9"],
             "logging.samples_per_step has no effect with algorithm.name=sft, got 9; remove it",
         ),
+        (
+            "embedding_qwen3_moe_tiny",
+            ["train.lora.rank=4", "train.lora.dropout=0.1"],
+            "train.lora.dropout must be 0 with algorithm.name=embedding, got 0.1: the loss is that of states without "
+            "dropout, so that the gradient of states with it would not be its; remove it",
+        ),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused(config: str, overrides: list[str], fault: str) -> None:

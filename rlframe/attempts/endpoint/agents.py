@@ -59,7 +59,7 @@ class Agents:
         desk = Desk(hosted, self.language, self.decode, max_calls=self.config.max_turns)
         number, endpoint = await self.server.open(desk, seed=hosted.seed(ENVIRONMENT))
         self._desks.add(desk)
-        is_over = False
+        is_over, unclosed = False, None
         try:
             session = await self.pool.open(
                 hosted.rollout.prompt, seed=endpoint.seed, alone=hosted.progress.neighbours >= ALONE_AFTER
@@ -75,15 +75,22 @@ class Agents:
                 if not is_over:
                     session.abandon()
         except SessionFailed as failure:
-            if desk.limit is None or is_over or failure.trouble is Trouble.NEIGHBOUR:
+            if failure.trouble is Trouble.NEIGHBOUR or (desk.limit is None and not is_over):
                 raise
-            # It did not take the refusal well.
-            step = Step(done=True, verdict=self.config.on_limit)
+            if is_over:
+                unclosed = failure
+            else:
+                # It did not take the refusal well.
+                step = Step(done=True, verdict=self.config.on_limit)
         finally:
             self._desks.discard(desk)
             self.server.close(number)
             desk.close()
-        return self._judged(hosted, desk, step)
+        verdict = self._judged(hosted, desk, step)
+        if unclosed:
+            # What it ended with is noted: environment.on_failure may let it be judged.
+            raise unclosed
+        return verdict
 
     async def _until_over(self, session: Session, desk: Desk) -> Step:
         """Returns how an agent has ended.

@@ -78,10 +78,22 @@ def hosted_by(engine: Scripted, events: list[str]) -> Hosted:
     )
 
 
-def judged(look: Look, monkeypatch: pytest.MonkeyPatch, *, opens_s: float = 0.0, closes: bool = True) -> Verdict:
+def answered_yes() -> Hosted:
+    """An attempt whose every response is yes."""
+    return hosted_by(Scripted(load_words(), lambda before: "yes" + END), [])
+
+
+def judged(
+    look: Look,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    opens_s: float = 0.0,
+    closes: bool = True,
+    hosted: Hosted | None = None,
+) -> Verdict:
     """The verdict on an attempt whose agent does at each look of its process what `look` does."""
     words = load_words()
-    hosted = hosted_by(Scripted(words, lambda before: "yes" + END), [])
+    hosted = hosted or answered_yes()
 
     async def run() -> Verdict:
         loop = asyncio.get_running_loop()
@@ -151,6 +163,20 @@ def test_what_an_agent_has_earned_after_a_limit_does_not_become_nothing_at_its_c
 
     with pytest.raises(SessionFailed, match="it cannot be closed"):
         judged(look, monkeypatch, closes=False)
+
+
+def test_what_an_agent_has_earned_is_kept_where_it_cannot_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """environment.on_failure=train judges the attempt."""
+
+    async def look(desk: Desk, looks: int) -> Step | None:
+        await desk.answer(ask())
+        return Step(done=True, reward=2.0, metrics={"score": 3.0})
+
+    hosted = answered_yes()
+    with pytest.raises(SessionFailed, match="it cannot be closed"):
+        judged(look, monkeypatch, closes=False, hosted=hosted)
+    assert hosted.rollout.records[-1].reward == 2.0 and hosted.rollout.numbers == {"score": 3.0}
+    assert hosted.rollout.token_rewards is not None and hosted.rollout.token_rewards.sum() == 2.0
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -96,9 +96,7 @@ class OpenEnv(Stepping):
         if not self._config.tools:
             return await Stepping.step(self, turn)
         calls = turn.message.get("tool_calls", [])
-        if turn.malformed:
-            return self._invalid("\n".join(turn.malformed))
-        if not calls:
+        if not calls and not turn.malformed:
             return self.stepped(Outcome(values={}, done=True), [])
         messages, reward, done = [], 0.0, False
         for call in calls:
@@ -113,6 +111,8 @@ class OpenEnv(Stepping):
             reward += outcome.reward
             if done := outcome.done:
                 break
+        if turn.malformed:
+            return self.invalid("\n".join(turn.malformed), reward=reward, done=done, messages=messages)
         return self.stepped(Outcome(values={}, reward=reward, done=done), messages)
 
     def action_of(self, text: str) -> dict[str, Any]:

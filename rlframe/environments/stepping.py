@@ -109,7 +109,7 @@ class Stepping(Environment):
         try:
             outcome = await self.act(self.action_in(turn.message["content"]))
         except InvalidAction as why:
-            return self._invalid(str(why))
+            return self.invalid(str(why))
         if outcome.done:
             return self.stepped(outcome, [])
         return self.stepped(outcome, [{"role": "user", "content": filled(self._form.observation, outcome.values)}])
@@ -132,11 +132,19 @@ class Stepping(Environment):
             raise InvalidAction(f"there is no action in {said!r:.80}")
         return text.strip()
 
-    def _invalid(self, why: str) -> Step:
+    def invalid(self, why: str, *, reward: float = 0.0, done: bool = False, messages: Sequence[Message] = ()) -> Step:
+        """Returns the answer to a turn that is no action, or a part of which is none.
+
+        Args:
+            reward: that of the other part.
+            done: whether the other part has ended the attempt.
+            messages: answers to the other part.
+        """
         self._counts["invalid_actions"] += 1
-        over = self._counts["invalid_actions"] > self._form.max_invalid
+        over = done or self._counts["invalid_actions"] > self._form.max_invalid
         told = {"role": "user", "content": filled(self._form.invalid, {"error": why})}
-        return self.stepped(Outcome(values={}, reward=self._form.invalid_reward, done=over), [told])
+        outcome = Outcome(values={}, reward=reward + self._form.invalid_reward, done=over)
+        return self.stepped(outcome, [*messages, told])
 
 
 def filled(form: str, values: Mapping[str, Any]) -> str:

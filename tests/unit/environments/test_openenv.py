@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,26 @@ def test_tools_of_an_environment_are_offered_and_called(servers: tuple[str, str]
     ]
     assert steps[1].messages == [{"role": "user", "content": "Error: it is no JSON"}]
     assert steps[2].done and steps[2].metrics["invalid_actions"] == 1.0
+
+
+def test_calls_that_could_be_read_are_made_beside_one_that_could_not() -> None:
+    class Server:
+        """The client of a server whose tool gives what it is called with."""
+
+        async def step(self, action: dict[str, Any]) -> SimpleNamespace:
+            observation = {"result": action["arguments"]["text"]}
+            return SimpleNamespace(observation=observation, reward=1.0, done=action["arguments"]["text"] == "z")
+
+    def answer(*texts: str) -> Step:
+        session = OpenEnv(OpenEnvConfig(url="http://a", tools=True, max_invalid=1, invalid_reward=-0.25))
+        session._client = Server()
+        calls = [("note", {"text": text}) for text in texts]
+        return asyncio.run(session.step(said("", *calls, malformed=("it is no JSON",))))
+
+    step = answer("a", "b")
+    assert [message["content"] for message in step.messages] == ["a", "b", "Error: it is no JSON"]
+    assert (step.reward, step.done, step.metrics) == (1.75, False, {"invalid_actions": 1.0, "return": 1.75})
+    assert answer("a", "z").done
 
 
 @pytest.mark.thorough

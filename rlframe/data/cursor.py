@@ -1,17 +1,20 @@
 """Cursor: deals the items of a dataset so that each comes exactly once per epoch, whatever crashes and resumes."""
 
 import hashlib
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rlframe.data.config import DataConfig
 from rlframe.data.storage.sequences import Joined
 from rlframe.utils.errors import DataError
 
 Item = TypeVar("Item")
+logger = logging.getLogger(__name__)
 
 
 class Walk(Protocol[Item]):
@@ -247,6 +250,15 @@ def cursor_over(
         for index, part in enumerate(parts)
     ]
     return Mixture(streams, weights=weights)
+
+
+def tell_of_repeats(items: Sized, config: DataConfig, *, prompts_per_step: int) -> None:
+    """Warns if a step takes more items than there are. Of a streamed dataset nobody knows."""
+    if not config.streaming and len(items) < prompts_per_step:
+        logger.warning(
+            "prompts_per_step=%d is more than the %d that %s has to train on: a step takes some several times, as of "
+            "further epochs", prompts_per_step, len(items), config.what,
+        )  # fmt: skip
 
 
 def order_of(ids: Sequence[str], seed: int, epoch: int) -> list[int]:

@@ -156,11 +156,15 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """Returns the position as plain JSON values."""
-        return self._cursor.state()
+        counts = {"dropped": dict(self.dropped), "counted": dict(self.counted)} if self._config.streaming else {}
+        return self._cursor.state() | counts
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Moves to the position of `state`. Raises DataError if it belongs to other data or another seed."""
         self._cursor.restore(state)
+        if self._config.streaming:
+            # Older checkpoints do not say.
+            self.dropped, self.counted = Counter(state.get("dropped", {})), Counter(state.get("counted", {}))
         # What was passed over since the last look is passed over again.
         self._num_passed_over = 0
 

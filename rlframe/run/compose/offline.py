@@ -1,6 +1,7 @@
 """Composes the offline loop: a policy that trains on given sequences."""
 
 from rlframe.algorithms.base import OfflineAlgorithm
+from rlframe.data.cursor import tell_of_repeats
 from rlframe.data.kinds import find_source
 from rlframe.loops.offline import OfflineLoop
 from rlframe.loops.reference import PrecomputedReference
@@ -24,6 +25,7 @@ def offline(parts: Parts, algorithm: OfflineAlgorithm) -> OfflineLoop:
         max_tokens=config.train.sequence_tokens,
         max_positions=load_family(folder).architecture(read_config(folder)).max_positions,
     )
+    tell_of_repeats(examples, config.data, prompts_per_step=config.prompts_per_step)
     parts.start_up.done("data")
     placement = parts.devices()
     policy = models.policy(parts, placement, algorithm)

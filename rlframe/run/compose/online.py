@@ -9,6 +9,7 @@ from rlframe.attempts.account.leases import Leases
 from rlframe.attempts.account.ledger import Ledger
 from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.mending import Mender
+from rlframe.data.cursor import tell_of_repeats
 from rlframe.data.prompts import PromptSource
 from rlframe.loops.evaluation.evaluate import EvaluationBeside, come_back
 from rlframe.loops.evaluation.sets import EvaluationSet
@@ -42,7 +43,7 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
     """Returns the online loop, every part of it started and calibrated."""
     config = parts.config
     # Before Ray: what is wrong with the data is said at once, and processes that tokenise it inherit no threads of Ray.
-    prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
+    prompts = prompts_of(parts)
     sets = evaluation_sets(parts, prompts)
     examples = given_responses(parts, prompts)
     parts.start_up.done("data")
@@ -98,6 +99,14 @@ def online(parts: Parts, algorithm: OnlineAlgorithm) -> OnlineLoop:
         teacher=models_trained.teacher,
         probe=probe(parts, models_trained.policy, prompts, rollout) if config.weight_sync.probe_every_steps else None,
     )
+
+
+def prompts_of(parts: Parts) -> PromptSource:
+    """Returns the prompts of the run."""
+    config = parts.config
+    prompts = PromptSource(config.data, tokenizer=parts.tokenizer, seed=config.seed)
+    tell_of_repeats(prompts, config.data, prompts_per_step=config.prompts_per_step)
+    return prompts
 
 
 def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) -> list[Sleeper]:

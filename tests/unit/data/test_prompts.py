@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.data.config import DataConfig
-from rlframe.data.cursor import Cursor
+from rlframe.data.cursor import Cursor, tell_of_repeats
 from rlframe.data.prompts import PromptSource
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import FORGETTING, TURNS, with_template
@@ -249,3 +249,13 @@ def test_what_a_later_window_leaves_out_is_told_once_for_each_reason(
     assert caplog.text.count("left out so far: {'prompt is too long': 1}") == caplog.text.count("left out") == 1
     assert caplog.text.count("leaves out the reasoning of 1 earlier turns so far") == 1
     assert stream.dropped == {"prompt is too long": 2} and stream.counted == {"data/reasoning_left_out": 1}
+    resumed = streamed(str(tmp_path / "a.jsonl"), 2, tokenizer, max_prompt_tokens=64)
+    resumed.restore(json.loads(json.dumps(stream.state())))
+    assert (resumed.dropped, resumed.counted) == (stream.dropped, stream.counted)
+
+
+def test_a_step_of_more_prompts_than_there_are_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    config = DataConfig(path="a.jsonl")
+    for count, told in ((4, ""), (5, "prompts_per_step=5 is more than the 4 that a.jsonl has to train on")):
+        tell_of_repeats(stream_of(4), config, prompts_per_step=count)
+        assert told in caplog.text and bool(caplog.text) == bool(told)

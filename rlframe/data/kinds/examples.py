@@ -3,7 +3,7 @@
 from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.text.conversations import Conversation, understand
+from rlframe.data.text.conversations import Conversation, check_unweighted, check_whole, understand
 from rlframe.data.text.turns import Encoded, encode_turns
 from rlframe.data.training import TrainingSource, examples_of
 from rlframe.types.supervised import Examples
@@ -22,6 +22,8 @@ class ExampleSource(TrainingSource[Item]):
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Conversation:
         """Returns the conversation in the record; it must end with the assistant."""
+        check_unweighted(record)
+        check_whole(record, config)
         conversation = understand(record, config)
         if conversation.messages[-1]["role"] != "assistant":
             raise DataError(

@@ -23,7 +23,7 @@ from rlframe.data.items import Item
 from rlframe.data.kinds.contrasted import NEAR_KEYS, far_texts
 from rlframe.data.records import Record, is_number
 from rlframe.data.text.chat import encode, render
-from rlframe.data.text.conversations import prompt_messages, text_of, turns_of
+from rlframe.data.text.conversations import text_of, turns_of
 from rlframe.data.text.documents import encode_text, last_token_counts, text_field, text_list
 from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out
 from rlframe.data.text.tool_calls import tools_of
@@ -90,7 +90,9 @@ class LabelledSource(TrainingSource[LabelledItem]):
         if record.has("text") and config.prompt_key is None:
             text = text_field(record, ("text",))
             return Labelling(record=record, texts=(text,), messages=(), labels=labels, prompt_text=text)
-        messages, prompt_text = turns_of(record, config)[0], text_of(prompt_messages(record, config))
+        messages, _, asked = turns_of(record, config)
+        # Of two responses to one prompt none may be trained on while the other is held out.
+        prompt_text = text_of(messages[:asked])
         return Labelling(record=record, texts=(), messages=tuple(messages), labels=labels, prompt_text=prompt_text)
 
     def notes(self, readings: Iterable[Labelling]) -> dict[str, Any]:

@@ -21,14 +21,16 @@ from rlframe.data.items import Item
 from rlframe.data.records import Record, is_number
 from rlframe.data.text.conversations import (
     PROMPT_KEYS,
+    UNREAD_WEIGHT_KEYS,
     WEIGHT_KEYS,
+    check_unweighted,
     message,
     message_list,
     prompt_messages,
     text_of,
     with_system,
 )
-from rlframe.data.text.tool_calls import Tool, tools_of
+from rlframe.data.text.tool_calls import NONE, Tool, tools_of
 from rlframe.data.text.turns import Tokens, encode_turns
 from rlframe.data.training import TrainingSource, packed
 from rlframe.types.messages import Message
@@ -81,6 +83,7 @@ class PreferenceSource(TrainingSource[Pair]):
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Comparison:
         """Returns the prompt, its responses, and which of them is preferred to which."""
+        check_unweighted(record)
         if record.has("responses"):
             prompt, responses, pairs = _ranked(record, config)
         else:
@@ -228,8 +231,10 @@ def _prompt(record: Record, config: DataConfig) -> Turns:
 def _turns(record: Record, key: str, value: Any) -> Turns:
     """Returns a response, or a whole conversation, as text, one message or a list of them."""
     for turn in value if isinstance(value, list) else [value]:
-        said = [turn.get(name) for name in WEIGHT_KEYS] if isinstance(turn, dict) else []
-        if weights := [value for value in said if value not in (None, 1)]:
+        fields = turn if isinstance(turn, dict) else {}
+        said = [fields.get(name) for name in WEIGHT_KEYS]
+        said += [fields.get(name) for name in UNREAD_WEIGHT_KEYS]
+        if weights := [each for each in said if each not in NONE and each != 1]:
             raise DataError(
                 f"{record.where}: expected no weight on a message of {key!r}, which counts as a whole, found "
                 f"{weights[0]!r:.60}; remove it"

@@ -25,6 +25,7 @@ from typing import Any
 
 from rlframe.data.config import DataConfig
 from rlframe.data.records import Record, is_number
+from rlframe.data.text.reasoning import KEYS as REASONING_KEYS
 from rlframe.data.text.reasoning import reasoning_of
 from rlframe.data.text.tool_calls import NONE, Tool, calls_of, tools_of
 from rlframe.types.messages import Message
@@ -141,6 +142,33 @@ def turns_of(record: Record, config: DataConfig) -> tuple[list[Message], list[fl
     if response and response_key in OF_MESSAGES and prompt_key == "prompt":
         raise _continued(record, response_key, "text", "its text")
     return messages, _weights(said, config, asked=0), len(messages) - (messages[-1]["role"] == "assistant")
+
+
+def check_unweighted(record: Record) -> None:
+    """Raises DataError if a record that is to be learned says how much it counts as a whole, which is not read."""
+    weight = record.fields.get("weight")
+    if is_number(weight) and weight != 1:
+        raise DataError(
+            f"{record.where}: expected no weight of a whole record, which rlframe does not read, found the field "
+            f"'weight' {weight!r:.60}; give it to messages, or give datasets weights (data.path), or remove the field"
+        )
+
+
+def check_whole(record: Record, config: DataConfig) -> None:
+    """Raises DataError if reasoning stands beside a response of text and would be left out of what is learned, unless
+    data.answer_key names the response."""
+    key = record.first(RESPONSE_KEYS)
+    response = record.fields.get(key) if key else None
+    if config.answer_key or not isinstance(response, str):
+        return
+    for name in REASONING_KEYS:
+        value = record.fields.get(name)
+        if isinstance(value, str) and value.strip() and value.strip() not in response:
+            raise DataError(
+                f"{record.where}: expected the whole response in {key!r}, found {name!r} beside it, which would be "
+                f"left out: {value!r:.60}; give it as 'reasoning_content' of a message, write it into {key!r}, or, if "
+                f"it is no part of the response, name the field with {_setting('answer_key')}"
+            )
 
 
 def final_answer(text: str) -> str:

@@ -113,6 +113,29 @@ def test_a_weight_of_a_part_of_a_message_is_refused(key: str, value: object) -> 
         understand(Record(fields={"messages": messages}, source="s", where="s:1"), DataConfig())
 
 
+@pytest.mark.parametrize("key", ["weight", "reasoning", "thinking"])
+def test_what_stands_beside_the_response_of_a_record_and_would_be_left_out_is_refused(key: str) -> None:
+    def understood(fields: dict, **settings: Any) -> None:
+        ExampleSource.understand(
+            Record(fields={"question": "q", **fields}, source="s", where="s:1"), DataConfig(**settings)
+        )
+
+    answered = {"answer": "so 4"}
+    if key == "weight":
+        understood({**answered, key: 1.0})
+        with pytest.raises(
+            DataError, match="s:1: expected no weight of a whole record, .*found the field 'weight' 0.5"
+        ):
+            understood({**answered, key: 0.5})
+        return
+    understood({**answered, key: "so"})
+    understood({**answered, key: "2 and 2"}, answer_key="answer")
+    # Prompts have no response to learn.
+    understand(Record(fields={"question": "q", **answered, key: "2 and 2"}, source="s", where="s:1"), DataConfig())
+    with pytest.raises(DataError, match=f"s:1: expected the whole response in 'answer', found '{key}' beside it"):
+        understood({**answered, key: "2 and 2"})
+
+
 @pytest.mark.parametrize(
     ("weight", "on", "message"),
     [

@@ -119,6 +119,18 @@ def test_the_margin_is_given_or_the_difference_of_the_scores() -> None:
             {"prompt": "q", "chosen": "y", "rejected": "n", "score_chosen": 1, "score_rejected": 2},
             "expected 'score_chosen' - 'score_rejected' to be at least 0",
         ),
+        (
+            {"chosen": [USER, {**YES, "loss_scale": [0.5]}], "rejected": [USER, NO]},
+            r"expected no weight on a message of 'chosen', which counts as a whole, found \[0.5\]; remove it",
+        ),
+        (
+            {"prompt": "q", "chosen": "y", "rejected": {**NO, "train_detail": [{"begin_offset": 0}]}},
+            "expected no weight on a message of 'rejected'",
+        ),
+        (
+            {"prompt": "q", "chosen": "y", "rejected": "n", "weight": 0.5},
+            "expected no weight of a whole record, which rlframe does not read, found the field 'weight' 0.5",
+        ),
         ({"prompt": "q", "responses": ["y"], "ranks": [1]}, "expected 'responses' to list at least 2"),
         ({"prompt": "q", "responses": ["y", "n"]}, r"expected 'scores' \(highest best\) or 'ranks'"),
         ({"prompt": "q", "responses": ["y", "n"], "ranks": [1]}, "expected 'ranks' to be a list of 2 numbers"),

@@ -17,6 +17,7 @@ from rlframe.data.kinds.labelled import LabelledSource
 from rlframe.data.kinds.preferences import PreferenceSource
 from rlframe.data.kinds.texts import TextSource
 from rlframe.data.kinds.unpaired import UnpairedSource
+from rlframe.data.records import Record
 from rlframe.data.training import TrainingSource
 from rlframe.utils.errors import DataError
 from rlframe.utils.registry import names
@@ -142,6 +143,18 @@ def test_a_prompt_is_judged_with_its_response(
     assert everything(stream_of(LabelledSource, config, tokenizer), tokenizer) == [
         ["<user>q<end>\n<assistant>ab[<end>]"]
     ]
+
+
+def test_a_prompt_whose_responses_are_judged_is_held_out_with_all_of_them() -> None:
+    def prompt_text(*roles: str, **fields: str) -> str:
+        turns = [{"role": role, "content": fields.get(role, role)} for role in roles]
+        record = Record(fields={"messages": turns, "label": 1}, source="s", where="s:1")
+        return LabelledSource.understand(record, DataConfig()).prompt_text
+
+    first, second = (prompt_text("user", "assistant", assistant=text) for text in ("good", "bad"))
+    assert first == second != prompt_text("user", "assistant", user="other")
+    # A conversation of which the user's last words are judged is its own prompt.
+    assert prompt_text("user", "assistant", "user") != first
 
 
 def test_numbers_are_labels_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -70,7 +70,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
         limits = {"max_tokens": run.train.sequence_tokens, "max_positions": positions}
         stream = kind(run.data, tokenizer=tokenizer, seed=run.seed, **limits)
         held_out = len(stream.held_out())
-        items = stream.next(len(stream))
+        items = stream.first(len(stream))
         lengths = [item.num_tokens for item in items]
         sequences = [part.token_ids.tolist() for item in items for part in item.parts]
         samples = [
@@ -78,14 +78,14 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
                 (title, pieces(part.token_ids.tolist(), (part.weights > 0).tolist(), tokenizer))
                 for title, part in zip(stream.titles(item), item.parts, strict=True)
             ]
-            for item in items[:SAMPLES]
+            for item in stream.next(min(SAMPLES, len(items)))
         ]
         learnt = sum(int((part.weights > 0).sum()) for item in items for part in item.parts)
         what = f"{stream.unit}s"
     else:
         stream = PromptSource(run.data, tokenizer=tokenizer, seed=run.seed)
         held_out = len(stream.evaluation_prompts())
-        prompts = _all_of(stream, run)
+        prompts = stream.first(len(stream))
         lengths = [len(prompt.input) for prompt in prompts]
         sequences = [prompt.input.token_ids.tolist() for prompt in prompts]
         samples = [
@@ -95,7 +95,7 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
                     pieces(prompt.input.token_ids.tolist(), [False] * len(prompt.input), tokenizer),
                 )
             ]
-            for prompt in prompts[:SAMPLES]
+            for prompt in _first_of(stream, run)
         ]
         learnt, what = 0, "prompts"
     mark = f"{LEARNT}green{PLAIN}" if colours else "between " + " and ".join(MARKS)
@@ -115,11 +115,11 @@ def report(run: RunConfig, *, colours: bool, width: int) -> Iterator[str]:
     yield from _dropped(stream.dropped)
 
 
-def _all_of(stream: PromptSource, run: RunConfig) -> list[Prompt]:
-    """Returns all prompts, in the order in which they are dealt unless there are stages: a walk over those deals the
+def _first_of(stream: PromptSource, run: RunConfig) -> list[Prompt]:
+    """Returns the prompts that are dealt first, or with stages the first ones of all: a walk over those deals the
     prompts of the present one only, again and again."""
-    staged = run.data.curriculum is not None and run.data.curriculum.by is By.STAGE
-    return stream.first(len(stream)) if staged else stream.next(len(stream))
+    staged, count = run.data.curriculum is not None and run.data.curriculum.by is By.STAGE, min(SAMPLES, len(stream))
+    return stream.first(count) if staged else stream.next(count)
 
 
 def _of_template(stream: TrainingSource[Any] | PromptSource, run: RunConfig) -> Iterator[str]:

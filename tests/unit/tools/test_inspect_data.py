@@ -43,6 +43,23 @@ def test_of_a_streamed_dataset_the_first_window_is_shown(tmp_path: Path, capsys:
     assert first.endswith("rows.jsonl: 2 examples to train on in its first 2 records, 0 held out")
 
 
+@pytest.mark.parametrize("config", ["sft_qwen3_moe_tiny", "grpo_qwen3_moe"])
+def test_of_datasets_with_weights_each_record_is_shown_once(tmp_path: Path, config: str) -> None:
+    for name, count in (("few", 2), ("many", 8)):
+        (tmp_path / name).mkdir()
+        rows(
+            tmp_path / name,
+            *({"prompt": f"{name} {index}" + "=" * 30 * (count == 8), "answer": "1"} for index in range(count)),
+        )
+    paths = [f"{tmp_path / name / 'rows.jsonl'}: {weight}" for name, weight in (("few", 3), ("many", 1))]
+    run = load(config, [f"data.path={{{', '.join(paths)}}}", "data.evaluation_count=0"])
+    lines = list(report(run, colours=False, width=103))
+    assert " 10 " in lines[0]
+    # By their shares three of four would be short.
+    counted = [line.split() for line in lines if line.endswith("#")]
+    assert int(counted[0][3]) == 2 and sum(int(each[3]) for each in counted) == 10
+
+
 def test_prompts_of_all_stages_of_a_curriculum_are_counted_once(tmp_path: Path) -> None:
     easy, hard = (
         {"prompt": text, "answer": "1", "level": level} for text, level in (("1=", "easy"), ("12+34=", "hard"))

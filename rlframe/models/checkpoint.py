@@ -4,7 +4,7 @@ they stand for (`rlframe.models.quantized`)."""
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +190,11 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
         try:
-            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            found = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
+        check_one_of_both(folder, {path.name for path in found.values()})
+        return found
     if not single.is_file():
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
     try:
@@ -202,6 +204,20 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         if first_cut(single):
             raise _unreadable(single, "", error) from error
         raise CheckpointError(f"{single} cannot be read: {error}; it is truncated or not a safetensors file") from error
+
+
+def check_one_of_both(folder: Path, named: Set[str]) -> None:
+    """Raises CheckpointError if the folder has one file of weights beside the files that its index names: transformers
+    reads the first, vLLM the others.
+
+    Args:
+        named: names of the files in the index.
+    """
+    if SINGLE not in named and (folder / SINGLE).is_file():
+        raise CheckpointError(
+            f"{folder} has {SINGLE}, and {INDEX}, which names other files: libraries differ in which they read; remove "
+            "the one that is not the model's"
+        )
 
 
 def _unreadable(path: Path, name: str, error: Exception) -> CheckpointError:

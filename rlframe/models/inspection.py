@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rlframe.models import hub
-from rlframe.models.checkpoint import INDEX, SINGLE, CheckpointReader, first_cut
+from rlframe.models.checkpoint import INDEX, SINGLE, CheckpointReader, check_one_of_both, first_cut
 from rlframe.models.config import HEAD
 from rlframe.models.quantized import stated
 from rlframe.models.quantized.base import TORCH, Part, Quantization, finite
@@ -129,6 +129,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(_names(single), single)
     stated = _weight_map(index)
     files = {file: folder / file for file in sorted(set(stated.values()))}
+    check_one_of_both(folder, files.keys())
     missing = [str(path) for path in files.values() if not path.is_file()]
     if missing:
         raise CheckpointError(f"{index} names files that do not exist: {', '.join(missing[:MOST_LISTED])}")

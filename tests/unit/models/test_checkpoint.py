@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from rlframe.models.chat_template import Exported
 from rlframe.models.checkpoint import INDEX, SINGLE, CheckpointReader, copy_sidecars, write_checkpoint
 from rlframe.models.hub import EMBEDDED
+from rlframe.models.inspection import tensor_files
 from rlframe.utils.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "c": torch.full((2, 2), 3.0)}
@@ -195,3 +196,12 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     for name, value in model.state_dict().items():
         assert torch.equal(value, reader.tensor(name).bfloat16())
+
+
+def test_one_file_of_weights_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, TENSORS.items(), max_shard_bytes=40)
+    write_checkpoint(tmp_path / "other", TENSORS.items())
+    shutil.copyfile(tmp_path / "other" / SINGLE, tmp_path / SINGLE)
+    for read in (CheckpointReader, tensor_files):
+        with pytest.raises(CheckpointError, match=f"has {SINGLE}, and {INDEX}, which names other files"):
+            read(tmp_path)

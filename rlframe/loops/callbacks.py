@@ -36,10 +36,10 @@ class Callback:
         none. Neither must be changed."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Receives what metrics.jsonl has of a step, after it."""
+        """Receives a copy of what metrics.jsonl has of a step, after it. What is added there is written nowhere."""
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Receives the metrics of an evaluation of the weights of `step`. 0 is before training."""
+        """Receives a copy of the metrics of an evaluation of the weights of `step`. 0 is before training."""
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """Receives the folder of a checkpoint. Where checkpoint.asynchronous holds it appears when it is complete."""
@@ -91,11 +91,12 @@ class Callbacks:
 
     def on_end(self) -> None:
         """Calls each on_end."""
-        self._call("on_end", dict(self.results))
+        self._call("on_end", self.results)
 
     def _call(self, name: str, *arguments: Any) -> None:
         for callback in self._all:
-            getattr(callback, name)(*arguments)
+            # Of its own, so that no callback gets what another one has changed.
+            getattr(callback, name)(*(dict(each) if isinstance(each, Mapping) else each for each in arguments))
             if callback._asked and not self.asked and self._stop:
                 self.asked = True
                 self._stop.ask(callback._asked, code=0)

@@ -62,6 +62,21 @@ def test_each_gets_what_is_written(tmp_path: Path) -> None:
     )
 
 
+def test_what_a_callback_changes_reaches_no_other(tmp_path: Path) -> None:
+    class Adding(Callback):
+        """Adds a number to what it gets."""
+
+        def on_step(self, step: int, metrics: Any) -> None:
+            """See Callback.on_step."""
+            metrics["mine"] = 1.0
+
+    noting = Noting()
+    log = log_of(tmp_path, Callbacks([Adding(), noting]))
+    log.log(1, {"reward/mean": 0.5})
+    log.close()
+    assert noting.noted == [("step", 1, {"reward/mean": 0.5, "cluster/restarts": 0.0})]
+
+
 def test_a_start_after_a_death_is_none_and_the_end_has_the_results() -> None:
     noting, results = Noting(), {}
     callbacks = Callbacks([noting])

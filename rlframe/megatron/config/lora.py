@@ -123,17 +123,22 @@ def faults(
     can = {name for name, home in homes.items() if adaptable(name, home, dimensions=dimensions[name])}
     adapted = {name for name in can if lora.adapts(name, homes[name], dimensions=2)}
     yield from _target_faults(lora, homes, can)
+    included, beside = replace(lora, exclude_modules=[]), replace(lora, experts=True)
     for entry in lora.exclude_modules:
-        if not any(names(entry, name, homes[name]) for name in can):
+        if not any(
+            names(entry, name, homes[name]) and included.adapts(name, homes[name], dimensions=2) for name in can
+        ):
             yield Fault(
                 "train.lora.exclude_modules",
                 f"has no effect for {entry!r}",
-                why="no linear matrix has this name",
+                why="no linear matrix that would be adapted has this name",
                 hint="remove it",
             )
-    if not lora.experts and not any(in_experts(homes[name]) for name in can):
+    if not lora.experts and not any(
+        in_experts(homes[name]) and beside.adapts(name, homes[name], dimensions=2) for name in can
+    ):
         yield Fault(
-            "train.lora.experts", "has no effect on a model without expert matrices", got="false", hint="remove it"
+            "train.lora.experts", "has no effect where no matrix of experts is named", got="false", hint="remove it"
         )
     if lora.experts and ALL_LINEAR in lora.target_modules:
         fused = [name for name, home in homes.items() if in_experts(home) and dimensions[name] > 2]

@@ -68,6 +68,11 @@ def test_the_product_counts_alpha_over_rank_or_over_its_root() -> None:
         ({"target_modules": ["q_proj", "embed_tokens"]}, ["'embed_tokens'", "no linear matrix", "modules_to_save"]),
         ({"target_modules": ["q_proj", "mlp.gate"]}, ["'mlp.gate'", "no linear matrix"]),
         ({"exclude_modules": ["z_proj"]}, ["exclude_modules has no effect for 'z_proj'"]),
+        (
+            {"target_modules": ["q_proj"], "exclude_modules": ["k_proj"]},
+            ["exclude_modules has no effect for 'k_proj'"],
+        ),
+        ({"target_modules": ["q_proj"], "experts": False}, ["experts has no effect", "got false"]),
         ({"target_modules": ["linear_fc1"], "experts": False}, ["must leave a matrix to adapt"]),
         ({"modules_to_save": ["head"]}, ["modules_to_save: 'head'", "no module has this name"]),
         ({"modules_to_save": ["q_proj"]}, ["k_proj.weight lies in", "linear_qkv.weight with", "name both"]),

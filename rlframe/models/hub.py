@@ -8,6 +8,7 @@ from typing import Any
 
 from rlframe.models import remote_code
 from rlframe.models.config import ModelConfig
+from rlframe.models.families._refused import NO_IMAGES, VISION
 from rlframe.models.families.base import Family
 from rlframe.utils import registry
 from rlframe.utils.errors import CheckpointError, ConfigError
@@ -112,6 +113,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         near = f"; did you mean {folder / EXPORT}?" if (folder / EXPORT / "config.json").is_file() else ""
         if any((place / ".metadata").is_file() for place in (folder, folder / "training")):
             near = "; it is a checkpoint of training, which python -m rlframe.tools.convert makes a model of"
+        if (folder / "adapter_config.json").is_file():
+            near = "; it is an adapter: take the merged model beside it, or train on with train.lora.path"
         raise CheckpointError(f"{path} does not exist, so {folder} is not a model in Hugging Face format{near}")
     hf = read_json(path)
     if not isinstance(hf.get("model_type"), str):
@@ -140,16 +143,16 @@ def load_family(folder: Path, *, key: str = "model.path") -> Family:
     Raises:
         ConfigError: `rlframe.models.families` has no file named after its model_type.
     """
-    model_type = read_config(folder)["model_type"]
+    hf = read_config(folder)
+    model_type = hf["model_type"]
     if folder in OUTSIDE:
         return OUTSIDE[folder]
     known = registry.names(FAMILIES)
     if model_type not in known:
-        raise ConfigError(
-            [
-                Fault(
-                    key, said=f"the model_type in config.json must be one of {', '.join(known)}, got {model_type!r:.60}"
-                )
-            ]
-        )
+        said = f"the model_type in config.json must be one of {', '.join(known)}, got {model_type!r:.60}"
+        if "vision_config" in hf:
+            inner = hf.get("text_config")
+            language = inner.get("model_type") if isinstance(inner, dict) else None
+            said += f": {VISION if language in known else NO_IMAGES}"
+        raise ConfigError([Fault(key, said=said)])
     return importlib.import_module(f"{FAMILIES}.{model_type}").FAMILY

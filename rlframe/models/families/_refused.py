@@ -8,10 +8,8 @@ from torch import Tensor
 from rlframe.models.families._layer_specs import Shapes
 from rlframe.models.families.base import Architecture, Family, Shard, faults_to_error
 
-VISION = (
-    "it has a vision tower, and rlframe trains text models: save its language model alone, as rlframe/models/README.md "
-    "says under Models with images"
-)
+NO_IMAGES = "it has a vision tower, and rlframe trains text models"
+VISION = f"{NO_IMAGES}: save its language model alone, as rlframe/models/README.md says under Models with images"
 
 
 class Refused(Family):

@@ -45,6 +45,24 @@ def test_an_unknown_model_type_lists_the_known_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("language", "hint"),
+    [("qwen3", "trains text models: save its language model alone"), ("other", "trains text models")],
+)
+def test_of_an_unknown_model_with_images_the_reason_is_told(tmp_path: Path, language: str, hint: str) -> None:
+    hf = {"model_type": "seeing", "vision_config": {}, "text_config": {"model_type": language}}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(ConfigError, match=f"got 'seeing': it has a vision tower, and rlframe {hint}") as caught:
+        load_family(tmp_path)
+    assert (language == "qwen3") == ("Models with images" in str(caught.value))
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="it is an adapter: take the merged model beside it"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("content", "message"), [(None, "does not exist"), ("{", "is not JSON"), ("{}", "must have a model_type")]
 )
 def test_a_broken_config_is_named(tmp_path: Path, content: str | None, message: str) -> None:

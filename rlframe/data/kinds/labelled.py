@@ -23,7 +23,7 @@ from rlframe.data.items import Item
 from rlframe.data.kinds.contrasted import NEAR_KEYS, far_texts
 from rlframe.data.records import Record, is_number
 from rlframe.data.text.chat import encode, render
-from rlframe.data.text.conversations import text_of, turns_of
+from rlframe.data.text.conversations import check_text_alone, text_of, turns_of
 from rlframe.data.text.documents import encode_text, last_token_counts, text_field, text_list
 from rlframe.data.text.reasoning import as_read, check_is_written, is_left_out
 from rlframe.data.text.tool_calls import tools_of
@@ -74,6 +74,7 @@ class LabelledSource(TrainingSource[LabelledItem]):
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Labelling:
         """Returns the sequences and their labels."""
+        check_text_alone(record)
         if record.has("query"):
             return _ranked(record)
         if "label" not in record.fields:

@@ -58,7 +58,10 @@ WEIGHT_KEYS = ("weight", "train", "loss")
 UNREAD_WEIGHT_KEYS = ("loss_scale", "train_detail")
 """Keys with which ms-swift's and axolotl's messages weigh a part of their text."""
 KWARGS_KEY = "chat_template_kwargs"
-UNREAD_KEYS = ("images", "image", "videos", "video", "audios", "audio")
+UNREAD_KEYS = tuple(
+    f"{kind}{end}" for kind in ("image", "video", "audio") for end in ("s", "", "_path", "_paths", "_url")
+)
+"""Fields of what is no text."""
 FINAL_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*\Z")
 
 
@@ -192,15 +195,23 @@ def prompt_messages(record: Record, config: DataConfig) -> list[Message]:
 def with_system(record: Record, config: DataConfig, messages: Sequence[Message]) -> list[Message]:
     """Returns the turns, behind the system message of the record or of the settings if they have none. Raises DataError
     if the record has media, or keyword arguments of the chat template that other records have not."""
-    for key in UNREAD_KEYS:
-        if record.fields.get(key) not in NONE:
-            raise DataError(f"{record.where}: expected a text conversation, found {key!r}, which rlframe does not read")
+    check_text_alone(record)
     _check_kwargs(record, config)
     own = (record.fields.get(key) for key in SYSTEM_KEYS)
     system = next((text for text in own if isinstance(text, str) and text), config.system_prompt)
     if system is None or messages[0]["role"] == "system":
         return list(messages)
     return [{"role": "system", "content": system}, *messages]
+
+
+def check_text_alone(record: Record) -> None:
+    """Raises DataError if the record has media."""
+    for key in UNREAD_KEYS:
+        if record.fields.get(key) not in NONE:
+            raise DataError(
+                f"{record.where}: expected text alone, found {key!r}, which rlframe does not read; remove the field if "
+                "the text says everything"
+            )
 
 
 def _check_kwargs(record: Record, config: DataConfig) -> None:

@@ -241,13 +241,13 @@ def test_the_system_prompt_is_for_conversations_without_one() -> None:
         (
             {"messages": [USER], "images": ["a.jpg"]},
             {},
-            "expected a text conversation, found 'images', which rlframe does not read",
+            "expected text alone, found 'images', which rlframe does not read",
         ),
         # As LLaVA names it.
         (
             {"conversations": [{"from": "human", "value": "<image>\nWhat?"}], "image": "a.jpg"},
             {},
-            "expected a text conversation, found 'image', which rlframe does not read",
+            "expected text alone, found 'image', which rlframe does not read",
         ),
     ],
 )

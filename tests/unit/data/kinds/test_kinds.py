@@ -145,6 +145,13 @@ def test_a_prompt_is_judged_with_its_response(
     ]
 
 
+@pytest.mark.parametrize("key", ["image", "image_path", "image_url", "audio_paths"])
+def test_a_labelled_text_beside_an_image_is_refused(key: str) -> None:
+    record = Record(fields={"text": "a", "label": 1, key: "a.png"}, source="s", where="s:1")
+    with pytest.raises(DataError, match=f"s:1: expected text alone, found '{key}'"):
+        LabelledSource.understand(record, DataConfig())
+
+
 def test_a_prompt_whose_responses_are_judged_is_held_out_with_all_of_them() -> None:
     def prompt_text(*roles: str, **fields: str) -> str:
         turns = [{"role": role, "content": fields.get(role, role)} for role in roles]

@@ -54,7 +54,7 @@ def test_whole_conversations_stand_behind_the_system_message_of_the_record() -> 
     assert comparison(system="S", prompt="q", **pair).prompt == (system, USER)
     given = comparison(system="other", chosen=[system, USER, YES], rejected=[system, USER, NO])
     assert given.prompt == (system, USER)
-    with pytest.raises(DataError, match="s:1: expected a text conversation, found 'images', which rlframe does not"):
+    with pytest.raises(DataError, match="s:1: expected text alone, found 'images', which rlframe does not"):
         comparison(images=["x.png"], **pair)
 
 

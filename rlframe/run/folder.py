@@ -26,7 +26,7 @@ from rlframe.utils.faults import Fault
 from rlframe.utils.files.lock import FolderLock
 from rlframe.utils.files.whole import write_whole, writing
 from rlframe.utils.nested import flat
-from rlframe.utils.secrets import hidden, without_secrets
+from rlframe.utils.secrets import without_secret, without_secrets
 
 logger = logging.getLogger(__name__)
 OVERRIDES = "overrides.yaml"
@@ -108,7 +108,7 @@ def claim(run: RunConfig, overrides: Sequence[str] | None = None) -> FolderLock:
             _settle(folder, plain)
             remember(folder, plain)
             written = differences(run) if overrides is None else overrides
-            write_whole(folder / OVERRIDES, yaml.safe_dump([hidden(each) for each in written]).encode())
+            write_whole(folder / OVERRIDES, yaml.safe_dump([without_secret(each) for each in written]).encode())
         except BaseException:
             lock.close()
             raise

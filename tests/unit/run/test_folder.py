@@ -34,6 +34,13 @@ def test_the_folder_holds_the_whole_configuration(tmp_path: Path) -> None:
     assert build(RunConfig, yaml.safe_load((folder / "config.yaml").read_text()), choices=CHOICES) == run
 
 
+def test_a_secret_of_the_command_is_hidden_in_the_folder(tmp_path: Path) -> None:
+    given = ["cluster.runtime_env.env_vars.MY_PASSWORD=swordfish", f"output={tmp_path}"]
+    output.claim(run_in(tmp_path, *given), given).close()
+    assert yaml.safe_load((tmp_path / "overrides.yaml").read_text())[0] == given[0].replace("swordfish", "***")
+    assert not any(b"swordfish" in file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
+
+
 def test_a_file_of_ones_own_that_has_changed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for text in ("def score(response, answer): return 1.0", "def score(response, answer): return 2.0"):
         (tmp_path / "mine.py").write_text(text)

@@ -5,6 +5,7 @@ import logging
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
@@ -194,6 +195,12 @@ def launch(composed: DictConfig) -> Job:
         job.end({}, code=2 if isinstance(error, ValueError) else 1)
         if HydraConfig.get().mode is not RunMode.MULTIRUN:
             sys.exit(job.code)
+    except Exception:  # One run of a sweep: Hydra would end the sweep with it, without the table.
+        if HydraConfig.get().mode is not RunMode.MULTIRUN:
+            raise
+        telling.end()
+        sys.stderr.write(printable(hidden(traceback.format_exc())))
+        job.end({}, code=1)
     return job
 
 

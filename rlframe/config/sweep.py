@@ -1,25 +1,30 @@
 """Sweeps: checks all jobs of a run with `-m` before the first one begins, and prints the results of all as a table at
 the end."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins import basic_launcher
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
 from rlframe.utils.errors import RlframeError, SweepError
 from rlframe.utils.process.age import program_began
+from rlframe.utils.secrets import without_secret
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -44,7 +49,10 @@ class Job:
         hydra = HydraConfig.get()
         # Before the first job of a sweep all jobs are checked, which takes none of its own time.
         started = time.monotonic() if hydra.mode is RunMode.MULTIRUN else program_began()
-        return cls(overrides=as_written(hydra.overrides.task), started=started)
+        job = cls(overrides=as_written(hydra.overrides.task), started=started)
+        if hydra.mode is RunMode.MULTIRUN:
+            logger.info("run %s of the sweep: %s", hydra.job.num, " ".join(job.overrides))
+        return job
 
     def end(self, results: dict[str, float], *, code: int = 0) -> None:
         """Records the results of a loop."""
@@ -65,8 +73,10 @@ class Table(Callback):
         self.jobs: list[Job] = []
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        """Records a job in the process that began the sweep. Hydra calls it after each job."""
-        if isinstance(job := job_return.return_value, Job):
+        """Records a job in the process that began the sweep. Hydra calls it after each job, and writes the overrides of
+        one that ends with an internal error."""
+        job_return.overrides = as_written(job_return.overrides or [])
+        if job_return.status is JobStatus.COMPLETED and isinstance(job := job_return.return_value, Job):
             self.jobs.append(job)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -100,14 +110,11 @@ def checked_first(check: Callable[[DictConfig], RlframeError | None]) -> Iterato
         self: basic_launcher.BasicLauncher, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         checking, context = copy(self), self.hydra_context
-        assert context
+        assert context and self.config
+        # Hydra's sweeper has just written it, with secrets, and nothing reads it.
+        (Path(self.config.hydra.sweep.dir) / "multirun.yaml").unlink(missing_ok=True)
         checking.task_function, checking.hydra_context = check, HydraContext(context.config_loader, Callbacks())
-        # Hydra's log would say that it starts them.
-        basic_launcher.log.disabled = True
-        try:
-            looks = launch(checking, job_overrides, initial_job_idx)
-        finally:
-            basic_launcher.log.disabled = False
+        looks = launch(checking, job_overrides, initial_job_idx)
         if any(look.return_value for look in looks):
             if ended:
                 sys.stdout.write(table(ended) + "\n")
@@ -117,9 +124,12 @@ def checked_first(check: Callable[[DictConfig], RlframeError | None]) -> Iterato
         return returns
 
     ours.launch = launch_checked
+    # Hydra's log would say that it starts what is checked, and has secrets.
+    basic_launcher.log.disabled = True
     try:
         yield
     finally:
+        basic_launcher.log.disabled = False
         ours.launch = launch
 
 
@@ -144,8 +154,8 @@ def refusals(looks: Sequence[JobReturn], *, first: int) -> str:
 
 
 def as_written(overrides: Sequence[str]) -> list[str]:
-    """Returns overrides in Hydra's grammar as users write them."""
-    return [override.lstrip("+") for override in overrides]
+    """Returns overrides in Hydra's grammar as users write them, without secrets."""
+    return [without_secret(override.lstrip("+")) for override in overrides]
 
 
 def shared_by(runs: Sequence[Sequence[str]]) -> list[str]:

@@ -1,12 +1,15 @@
 """The door: exit codes, and what a person reads when a configuration is refused."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlframe.launch import tool_of
+from rlframe.launch import main, tool_of
+from rlframe.run.config import RunConfig
 from rlframe.run.folder import claim
-from rlframe.run.load import load
+from rlframe.run.load import load, to_run
 from rlframe.utils.errors import UsageError
 from tests.multiprocess.door import rlframe
 
@@ -75,3 +78,38 @@ def test_a_word_that_is_no_tool_is_refused_with_the_nearest() -> None:
         tool_of(["docter"])
     assert str(caught.value).startswith("docter is not a tool: there are audit, convert, doctor, ")
     assert str(caught.value).endswith("a run is `rlframe --config-name NAME key=value`; did you mean doctor?")
+
+
+def test_a_sweep_goes_on_after_a_run_that_ends_with_an_internal_error(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def loop(run: RunConfig, *_: Any, begin: Callable[[], None], **__: Any) -> dict[str, float]:
+        begin()
+        return {"last_loss": 1 / (run.seed - 1)}
+
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlframe.run.check.checked", to_run)
+    monkeypatch.setattr("rlframe.run.compose.run.run", loop)
+    secret = "cluster.runtime_env.env_vars.MY_PASSWORD=swordfish"
+    sweep = ["program", "-m", "--config-name", "sft_qwen3_moe_tiny", "seed=1,2", secret, "output=runs"]
+    monkeypatch.setattr("sys.argv", sweep)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert said.err.count("ZeroDivisionError: division by zero\n") == 1
+    assert [line.split() for line in said.out.splitlines()[:3]] == [
+        ["overrides", "loss", "seconds", "output"],
+        ["seed=1", "-", said.out.split()[6], "runs/0", "(failed)"],
+        ["seed=2", "1", said.out.split()[11], "runs/1"],
+    ]
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {file.parent.name for file in written} == {"0", "1"}
+    assert "run 1 of the sweep: seed=2 cluster." in caplog.text
+    assert "swordfish" not in said.out + said.err + caplog.text and not any(
+        b"swordfish" in file.read_bytes() for file in written
+    )

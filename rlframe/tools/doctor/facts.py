@@ -81,6 +81,8 @@ class Hub:
     is_writable: bool = True
     is_offline: bool = False
     endpoint: str = ""
+    is_asked: bool = False
+    """Whether the endpoint was asked: not where nothing shall be, and not behind a proxy."""
     error: str = ""
     """The error of reaching the endpoint. Empty if it was reached, or not asked."""
 

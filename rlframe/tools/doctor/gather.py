@@ -107,12 +107,14 @@ def hub(*, ask: bool) -> Hub:
     endpoint = _endpoint()
     existing = next(place for place in (cache, *cache.parents) if place.exists())
     proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy"))
+    asked = bool(ask and endpoint and not offline and not proxied)
     return Hub(
         cache=str(cache),
         is_writable=os.access(existing, os.W_OK),
         is_offline=offline,
         endpoint=endpoint,
-        error=_unreachable(endpoint) if ask and endpoint and not offline and not proxied else "",
+        is_asked=asked,
+        error=_unreachable(endpoint) if asked else "",
     )
 
 

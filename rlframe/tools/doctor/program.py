@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             nodes = [Node(name="", facts=gather.facts(options.folder, ask_hub=not options.no_network))]
     except NoCluster as error:
-        print(f"{error}; start one with `ray start --head`, or set RAY_AUTH_MODE=token if it has one", file=sys.stderr)
+        hint = "start one with `ray start --head`, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to its token"
+        print(f"{error}; {hint}", file=sys.stderr)
         return 2
     found = [replace(one, node=node.name) for node in nodes if node.facts is not None for one in findings(node.facts)]
     found = together(found) + list(differences(nodes, mark=mark))
@@ -85,6 +86,6 @@ def told(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "limits", ", ".join(limits)
     speed = f"{disk.mib_per_s:g} MiB/s" if disk.mib_per_s is not None else "cannot be written"
     yield "disk", f"{disk.folder}: {disk.free_gib:g} GiB free, {speed}"
-    reach = "offline" if hub.is_offline else hub.error or "reached"
+    reach = "offline" if hub.is_offline else hub.error or ("reached" if hub.is_asked else "not asked")
     yield "hub", f"{hub.endpoint}: {reach}; cache {hub.cache}"
     yield "ray", f"address {facts.ray.address or 'not set'}, auth mode {facts.ray.auth_mode or 'not set'}"

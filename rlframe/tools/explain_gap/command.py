@@ -27,6 +27,7 @@ from rlframe.types.prompt import Prompt
 from rlframe.utils.arguments import Parser
 from rlframe.utils.errors import RlframeError, UsageError
 from rlframe.utils.faults import Fault
+from rlframe.utils.files.whole import write_whole, writing
 from rlframe.utils.nearest import did_you_mean
 from rlframe.utils.text import printable
 
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(str(values["output"])).absolute() / "explain_gap"
         output = options.output or folder / "gap.json"
         settings = Settings(values, output=str(folder))
+        make_room(output)
         prompts = prompts_of(settings.subject.run, options.prompts, options.num_prompts)
         explain(settings, prompts, chosen, options, output=output, began=began)
     except RlframeError as error:
@@ -66,13 +68,12 @@ def explain(
     began: float,
 ) -> None:
     """Measures rung by rung, writes the answer after each, and prints it."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     command: dict[str, Any] = {"config_name": options.config_name, "overrides": options.overrides}
 
     def write(climb: Climb, **others: Any) -> None:
         seconds = {"total_s": time.monotonic() - began, "engine_starts": sides.num_engine_starts}
         text = json.dumps(facts(climb, chosen, command=command, **seconds, **others), indent=1)
-        output.write_text(text + "\n", encoding="utf-8")
+        write_whole(output, f"{text}\n".encode())
 
     def tell(climb: Climb) -> None:
         write(climb)
@@ -108,6 +109,19 @@ def require_counts(options: argparse.Namespace) -> None:
     for name in ("num_prompts", "samples", "max_tokens", "engine_starts"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise UsageError(str(Fault(f"--{name.replace('_', '-')}", "must be at least 1", got=value)))
+
+
+def make_room(output: Path) -> None:
+    """Creates the folder of the answer.
+
+    Raises:
+        UsageError: the answer cannot be a file there.
+        OutputError: the folder cannot be created.
+    """
+    if output.is_dir():
+        raise UsageError(str(Fault("--output", "must be a file", got=f"the folder {output}")))
+    with writing(output.parent):
+        output.parent.mkdir(parents=True, exist_ok=True)
 
 
 def prompts_of(run: RunConfig, path: str | None, count: int) -> list[Prompt]:

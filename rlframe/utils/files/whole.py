@@ -21,6 +21,7 @@ ADVICE = {
     errno.EPERM: "this user may not write there: change the permissions, or choose another folder (of a run, output=)",
     errno.ENAMETOOLONG: "the name is too long for this file system: choose a shorter one (of a run, output=)",
     errno.ENOENT: "its folder does not exist, or was removed or moved meanwhile: choose another (of a run, output=)",
+    errno.EISDIR: "a folder has its name: choose another name of a file",
     errno.ENOTDIR: "something in this path is a file: choose another folder (of a run, output=)",
 }
 """Advice to the user, by the system's error number."""

@@ -307,6 +307,7 @@ def test_what_several_nodes_have_is_told_once() -> None:
 def test_this_machine_is_told_as_text_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["--folder", str(tmp_path / "runs"), "--no-network"])
     text = capsys.readouterr().out
+    assert "hub  " in text and ": reached;" not in text, "nobody asked it"
     assert f"disk  {tmp_path}: " in text and " problems, " in text.splitlines()[-1]
     assert main(["--folder", str(tmp_path), "--no-network", "--json"]) == status
     told = json.loads(capsys.readouterr().out)

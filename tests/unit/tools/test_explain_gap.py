@@ -207,6 +207,7 @@ def test_settings_are_changed_by_dotted_key_in_a_copy() -> None:
         (["--config-name", "grpo_qwen3_moe", "--skip", "float23"], "did you mean float32?"),
         (["--config-name", "grpo_qwen3_moe", "checkpoint.start_from=x"], "checkpoint.start_from must be null, got x"),
         (["--config-name", "grpo_qwen3_moe", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
+        (["--config-name", "grpo_qwen3_moe", "--output", "."], "--output must be a file, got the folder ."),
         pytest.param(
             # After everything that the configuration says, the recipe's own data included.
             ["--config-name", "grpo_qwen3_moe", "--prompts", "nowhere.jsonl"],
@@ -220,3 +221,11 @@ def test_what_cannot_be_explained_is_refused_before_anything_starts(
 ) -> None:
     assert main([*arguments, f"output={tmp_path}"]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_place_where_no_answer_can_be_written_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["--config-name", "grpo_qwen3_moe", f"output={tmp_path}/file"]) == 1
+    assert "file/explain_gap cannot be written: Not a directory; something in" in capsys.readouterr().err

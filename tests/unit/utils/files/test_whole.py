@@ -75,6 +75,9 @@ def test_what_the_system_says_becomes_a_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / ".full.partial").is_symlink(), "what was half written is gone"
     with pytest.raises(OutputError, match="No such file or directory; its folder does not exist, or was removed"):
         write_whole(tmp_path / "gone" / "file", b"x")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OutputError, match="Is a directory; a folder has its name"):
+        write_whole(tmp_path / "folder", b"x")
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="Not a directory; something in this path is a file"):
         write_whole(tmp_path / "file" / "file", b"x")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,8 @@ def checked_first(check: Callable[[DictConfig], RlframeError | None]) -> Iterato
 
     Raises:
         SweepError: a job is refused. None of its batch has begun; the table of earlier batches is printed.
+        SystemExit, KeyboardInterrupt: a signal has ended a job, or came between two. The table of those before it is
+            printed.
     """
     # Hydra 1.3 executes the module of its launcher once more when it looks for plugins.
     Plugins.instance()
@@ -110,7 +113,7 @@ def checked_first(check: Callable[[DictConfig], RlframeError | None]) -> Iterato
         self: basic_launcher.BasicLauncher, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         checking, context = copy(self), self.hydra_context
-        assert context and self.config
+        assert context and self.config and self.task_function
         # Hydra's sweeper has just written it, with secrets, and nothing reads it.
         (Path(self.config.hydra.sweep.dir) / "multirun.yaml").unlink(missing_ok=True)
         checking.task_function, checking.hydra_context = check, HydraContext(context.config_loader, Callbacks())
@@ -119,9 +122,20 @@ def checked_first(check: Callable[[DictConfig], RlframeError | None]) -> Iterato
             if ended:
                 sys.stdout.write(table(ended) + "\n")
             raise SweepError(refusals(looks, first=initial_job_idx))
-        returns = launch(self, job_overrides, initial_job_idx)
-        ended.extend(job for each in returns if isinstance(job := each.return_value, Job))
-        return returns
+        noting = copy(self)
+        noting.task_function = partial(noted, self.task_function)
+        try:
+            return launch(noting, job_overrides, initial_job_idx)
+        except (SystemExit, KeyboardInterrupt):
+            # A signal has ended a job, or came between two, and ends the sweep.
+            if ended:
+                sys.stdout.write(table(ended) + "\n")
+            raise
+
+    def noted(task: Callable[[DictConfig], object], composed: DictConfig) -> object:
+        if isinstance(job := task(composed), Job):
+            ended.append(job)
+        return job
 
     ours.launch = launch_checked
     # Hydra's log would say that it starts what is checked, and has secrets.

@@ -59,6 +59,10 @@ def test_what_all_jobs_have_is_said_once() -> None:
     assert table(jobs[:1]).splitlines()[1].startswith("algorithm=grpo steps=2 ")
 
 
+SIGNALLED = 9
+"""An `x` of a run that a signal ends."""
+
+
 def swept(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, wrong: dict[int, list[Fault]]) -> list[int]:
     """The runs that a sweep has begun, by number. Those whose `x` is in `wrong` have faults; it is the number, unless
     the arguments set it."""
@@ -75,6 +79,8 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, wrong:
     def program(composed: DictConfig) -> Job:
         number = HydraConfig.get().job.num
         assert number in seen, "checked before"
+        if composed.x == SIGNALLED:
+            sys.exit(143)
         begun.append(number)
         return job(f"x={composed.x}", {"last_loss": 0.5}, output=f"o/{number}")
 
@@ -128,6 +134,17 @@ def test_of_a_sweeper_that_goes_on_with_results_each_batch_is_checked(
     assert said.err.startswith("1 of 2 runs is refused, so that none of them begins\nrun 3: x=4\n")
     # What has ended is not lost.
     assert [line.split()[0] for line in said.out.splitlines()] == ["overrides", "x=1", "x=2"]
+
+
+def test_what_has_ended_before_a_signal_is_in_a_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["x=1,2,9,4"], ["x=1,2,9,4", "hydra.sweeper.max_batch_size=1"], ["x=9,1"]):
+        with pytest.raises(SystemExit) as ended:
+            swept(monkeypatch, tmp_path, *arguments, wrong={})
+        assert ended.value.code == 143
+    said = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["overrides", "x=1", "x=2"] * 2
 
 
 def test_the_check_sees_what_the_run_will_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

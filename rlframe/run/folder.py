@@ -124,7 +124,7 @@ def compare(run: RunConfig) -> None:
         ConfigError: see `claim`.
     """
     try:
-        _refuse_a_file(run.folder)
+        _refuse_a_file(next(each for each in (run.folder, *run.folder.parents) if each.exists()))
         find_owner(run.folder, _compared(run.folder, without_secrets(as_dict(run))))
     except CheckpointError as error:
         raise ConfigError([Fault("output", said=error)]) from error

@@ -227,11 +227,14 @@ def checkpoint(run: RunConfig) -> Iterator[Fault]:
         return
     folder = Path(run.checkpoint.start_from).expanduser()
     if missing := [name for name in DISTRIBUTED_CHECKPOINT if not (folder / name).is_file()]:
+        # Of a run's folder, of its checkpoints, or of one of them.
+        inside = [each for place in ("checkpoints/step-*", "step-*", ".") for each in folder.glob(f"{place}/training")]
+        inside.sort()
         yield Fault(
             "checkpoint.start_from",
             "must be the folder of a Megatron distributed checkpoint",
             got=f"{folder}, which has no {' and no '.join(missing)}",
-            hint="set model.path for a Hugging Face model",
+            hint=f"write checkpoint.start_from={inside[-1]}" if inside else "set model.path for a Hugging Face model",
         )
     elif run.train.mtp.keeps:
         yield from _without_head(run.train.mtp.mode, folder)

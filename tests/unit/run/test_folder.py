@@ -119,6 +119,9 @@ def test_a_folder_can_be_compared_without_writing_to_it(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == set(before)
     with pytest.raises(ConfigError, match="must be a folder"):
         output.compare(replace(run, output=str(folder / "run.json")))
+    # Of a sweep, whose runs have folders in it.
+    with pytest.raises(ConfigError, match=r"must be a folder, got the file .*run\.json"):
+        output.compare(replace(run, output=str(folder / "run.json" / "0")))
 
 
 def test_a_key_that_only_one_side_has_is_a_difference(tmp_path: Path) -> None:

@@ -380,7 +380,7 @@ def test_a_default_in_the_place_of_a_wrong_value_is_no_further_fault(tmp_path: P
 
 
 def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp_path: Path) -> None:
-    start = tmp_path / "start"
+    start = tmp_path / "training"
     start.mkdir()
     (start / ".metadata").touch()
     assert faults(model, f"checkpoint.start_from={start}") == [
@@ -389,6 +389,9 @@ def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp
     ]
     (start / "metadata.json").touch()
     assert faults(model, f"checkpoint.start_from={start}") == []
+    # As of a run's checkpoint, which has it in `training`.
+    (fault,) = faults(model, f"checkpoint.start_from={tmp_path}")
+    assert fault.endswith(f"which has no .metadata and no metadata.json; write checkpoint.start_from={start}")
 
 
 def test_a_head_that_is_kept_must_be_in_what_a_run_starts_from(model: str, tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ class RunnerSetup:
     """Greatest fraction of the attempts under way that are of tasks aside."""
     end_token_ids: Sequence[int] = ()
     """Tokens at which the engines end a turn."""
+    stop_fault: str = ""
+    """The reason for which agents must give no stop strings. Empty if they may."""
     folder: str
     """The driver's working folder, to which paths in the configuration are relative."""
 
@@ -218,6 +220,7 @@ class RunnerWorker(Worker, RunnerCalls):
                 decode=partial(decoded, words),
                 config=setup.environment,
                 places=asyncio.Semaphore(component.most_at_once(settings) or sys.maxsize),
+                stop_fault=setup.stop_fault,
             )
             return {"open": single_turn, "host": self._agents.attempt}
         sessions = Sessions(

@@ -33,6 +33,8 @@ class Agents:
     config: EnvironmentConfig
     places: asyncio.Semaphore
     """Held by each attempt whose agent runs."""
+    stop_fault: str = ""
+    """See Desk."""
     _queue: Waits = field(default_factory=Waits)
     """Attempts that wait for a place."""
     _desks: set[Desk] = field(default_factory=set)
@@ -56,7 +58,8 @@ class Agents:
             self.places.release()
 
     async def _attempt(self, hosted: Hosted) -> Verdict:
-        desk = Desk(hosted, self.language, self.decode, max_calls=self.config.max_turns)
+        most, fault = self.config.max_turns, self.stop_fault
+        desk = Desk(hosted, self.language, self.decode, max_calls=most, stop_fault=fault)
         number, endpoint = await self.server.open(desk, seed=hosted.seed(ENVIRONMENT))
         self._desks.add(desk)
         is_over, unclosed = False, None

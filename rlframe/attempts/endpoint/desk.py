@@ -30,13 +30,23 @@ TOLD: set[str] = set()
 class Desk:
     """Takes calls until it is closed. All of it runs in one event loop."""
 
-    def __init__(self, hosted: Hosted, language: Renderer, decode: Callable[[list[int]], str], *, max_calls: int):
+    def __init__(
+        self,
+        hosted: Hosted,
+        language: Renderer,
+        decode: Callable[[list[int]], str],
+        *,
+        max_calls: int,
+        stop_fault: str = "",
+    ):
         """
         Args:
             decode: returns the text of tokens, special tokens left out.
             max_calls: greatest number of calls that are answered.
+            stop_fault: the reason for which a call must give no stop strings. Empty if it may.
         """
         self._hosted, self._language, self._decode, self._max_calls = hosted, language, decode, max_calls
+        self._stop_fault = stop_fault
         self._conversation = Conversation(language, hosted.rollout.prompt, hosted.rollout.sample_index)
         self._begun = self._told_calls = 0
         self._open: set[asyncio.Task[Sampled]] = set()
@@ -132,6 +142,9 @@ class Desk:
     async def _answer(self, asked: Asked) -> Sampled:
         if self.is_over:
             raise over()
+        if asked.stop and self._stop_fault:
+            why = f"stop is not supported in this run: {self._stop_fault}"
+            raise Refused(why, code="unsupported_parameter", parameter="stop")
         if self._begun >= self._max_calls:
             why = f"this attempt has made environment.max_turns={self._max_calls} calls"
             raise self._limited(Event.TOO_MANY_TURNS, why, "too_many_calls")

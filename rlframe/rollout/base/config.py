@@ -210,6 +210,11 @@ class RolloutConfig:
         return True
 
     @property
+    def stop_loses_routes(self) -> bool:
+        """Returns whether a response to a request with stop strings comes without its routed experts."""
+        return False
+
+    @property
     def measures_memory(self) -> bool:
         """Returns whether the engine measures the free memory of its devices when it starts, so that nothing else may
         take or free any meanwhile."""

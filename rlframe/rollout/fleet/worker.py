@@ -62,6 +62,16 @@ class RolloutSetup:
     profile: "EngineProfile | None" = None
     """The profiles of the engines. None profiles none."""
 
+    @property
+    def stop_fault(self) -> str:
+        """The reason for which requests must have no stop strings. Empty if they may."""
+        if not (self.with_routes and self.rollout.stop_loses_routes):
+            return ""
+        return (
+            f"train.moe.router_replay=true needs the routed experts of each response, which rollout.name="
+            f"{self.rollout.name} does not return with stop strings"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineProfile:

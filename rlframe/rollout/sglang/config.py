@@ -77,6 +77,11 @@ class SglangConfig(ServedConfig):
         if self.gpu_memory_utilization == 1:
             raise SettingError("gpu_memory_utilization", "must be below 1 for SGLang", got=self.gpu_memory_utilization)
 
+    @property
+    def stop_loses_routes(self) -> bool:
+        """See RolloutConfig, and `route_faults`."""
+        return True
+
     def float32_logits_faults(self) -> Iterator[Fault]:
         """Yields nothing: SGLang has an argument for it. See RolloutConfig."""
         yield from ()

@@ -221,6 +221,7 @@ def runner_setup(parts: Parts, engines: RolloutGroup, *, rewarded: bool) -> Runn
         max_positions=_max_positions(parts, engines),
         aside_share=parts.config.evaluation.share,
         end_token_ids=_end_token_ids(parts, engines),
+        stop_fault=engines.setup.stop_fault,
         folder=os.getcwd(),
     )
 

@@ -201,3 +201,18 @@ def test_a_response_that_nobody_waits_for_any_more_is_in_no_sequence(ends: bool)
     while not simulated(after(moments)):
         moments += 1
     assert events == ([] if ends else ["calls_lost"] * (moments - 1)) and moments > 2
+
+
+def test_stop_strings_are_refused_where_the_engine_would_leave_out_what_is_trained_with() -> None:
+    words, events = load_words(), []
+    hosted = hosted_by(Scripted(words, lambda before: "yes" + END), events)
+
+    async def run() -> str:
+        language = Renderer(words, RenderingConfig(), data=DataConfig())
+        desk = Desk(hosted, language, str, max_calls=9, stop_fault="no routed experts")
+        with pytest.raises(Refused, match="stop is not supported in this run: no routed experts") as caught:
+            await desk.answer(ask(stop=("x",)))
+        assert (caught.value.status, caught.value.parameter) == (400, "stop")
+        return (await desk.answer(ask())).content
+
+    assert simulated(run()) == "yes" and events == ["calls_refused"]

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from rlframe.models.config import ModelConfig
+from rlframe.rollout.fleet.worker import RolloutSetup
+from rlframe.rollout.sglang.config import SglangConfig
+from rlframe.rollout.vllm.config import VllmConfig
 from rlframe.run.check import check
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
@@ -27,6 +31,13 @@ def faults(folder: Path, *overrides: str, config: str = "grpo_qwen3_moe", **chan
 @pytest.mark.parametrize("overrides", [[], ["algorithm=ppo"], ["rollout.stop=[x]"]], ids=" ".join)
 def test_a_model_with_experts_and_an_engine_that_tells_have_no_fault(tmp_path: Path, overrides: list[str]) -> None:
     assert faults(tmp_path, *overrides) == []
+
+
+def test_an_engine_that_does_not_tell_with_stop_strings_says_so_to_agents() -> None:
+    parts = {"model": ModelConfig(path="m"), "dtype": "float32", "device": "cpu", "seed": 0}
+    assert RolloutSetup(rollout=SglangConfig(), with_routes=True, **parts).stop_fault.startswith(f"{REPLAY} needs the")
+    assert RolloutSetup(rollout=SglangConfig(), **parts).stop_fault == ""
+    assert RolloutSetup(rollout=VllmConfig(), with_routes=True, **parts).stop_fault == ""
 
 
 def test_an_engine_that_does_not_tell_is_refused(tmp_path: Path) -> None:

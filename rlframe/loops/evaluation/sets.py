@@ -47,7 +47,8 @@ class Evaluated:
         `reward_mean` is the mean over prompts of the mean over a prompt's scored attempts: avg@n with n samples per
         prompt. So are those of the parts. With several samples per prompt there are also `pass_at_K` for some K up to
         n, over the prompts of which so many attempts were scored; with `answers` also `maj_at_K`: whether the
-        majority's answer of the first K scored attempts is solved. `..._error` is the standard error.
+        majority's answer of the first K scored attempts is solved. `..._error` is the standard error. Numbers that
+        environments gave follow, with `environment_` before a name that is taken.
         """
         rewards = [rewards_of(group) for group in self.groups]
         rollouts = members(self.groups)
@@ -65,8 +66,9 @@ class Evaluated:
         metrics["truncated_fraction"] = mean_of([each.finish_reason == "length" for each in rollouts])
         metrics["reward_failed_fraction"] = mean_of([own[-1].reward_failed for own in attempts])
         metrics["lost_attempts"] = float(self.num_lost)
-        environment = environment_metrics(attempts).items()
-        return metrics | {name.removeprefix("environment/"): value for name, value in environment}
+        given = {name.removeprefix("environment/"): value for name, value in environment_metrics(attempts).items()}
+        # An environment may give a number that has the name of one of these, such as `reward`.
+        return metrics | {f"environment_{name}" if name in metrics else name: value for name, value in given.items()}
 
     def _passed(self, rewards: Sequence[Sequence[float]], k: int) -> Iterator[float]:
         for own in rewards:

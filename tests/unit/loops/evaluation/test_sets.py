@@ -58,6 +58,14 @@ def test_metrics_of_several_attempts_at_each_prompt() -> None:
     assert found["truncated_fraction"] == pytest.approx(3 / 10)
 
 
+def test_numbers_of_an_environment_take_the_place_of_no_other() -> None:
+    own = group(0, [1])
+    own.rollouts[0].numbers = {"reward": 0.25, "match": 3.0, "tries": 2.0}
+    found = Evaluated(set=MATH, groups=[own]).metrics()
+    assert (found["reward_mean"], found["match_mean"], found["tries_mean"]) == (1.0, 1.0, 2.0)
+    assert (found["environment_reward_mean"], found["environment_match_mean"]) == (0.25, 3.0)
+
+
 def test_attempts_that_nothing_scored_do_not_count_as_unsolved() -> None:
     found = Evaluated(set=MATH, groups=[group(0, [1, math.nan, 1, 1])]).metrics()
     assert found["reward_mean"] == 1.0 and "pass_at_4" not in found

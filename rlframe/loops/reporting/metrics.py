@@ -316,16 +316,19 @@ def response_metrics(tokens: Tokens) -> dict[str, float]:
 
 
 def environment_metrics(attempts: Iterable[Sequence[Rollout]]) -> dict[str, float]:
-    """Returns the mean of the turns and of each number that environments gave, over the attempts that have it."""
+    """Returns the mean of the turns and of each number that environments gave, over the attempts that have it. A number
+    of theirs with the name `turns` takes the place of the turns."""
+    turns: list[float] = []
     values: dict[str, list[float]] = defaultdict(list)
     for sequences in attempts:
         last = sequences[-1]
         if last.messages:
-            values["turns"].append(float(sum(len(each.turns) for each in sequences)))
+            turns.append(float(sum(len(each.turns) for each in sequences)))
         if last.numbers:
             for name, value in last.numbers.items():
                 values[name].append(value)
-    return {f"environment/{name}_mean": mean_of(own) for name, own in values.items()}
+    found = {"turns": turns, **values} if turns else values
+    return {f"environment/{name}_mean": mean_of(own) for name, own in found.items()}
 
 
 def scored(attempts: Iterable[Sequence[Rollout]]) -> list[float]:

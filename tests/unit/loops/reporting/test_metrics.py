@@ -10,7 +10,7 @@ import pytest
 
 from rlframe.loops.config import LoggingConfig
 from rlframe.loops.phases import Phases
-from rlframe.loops.reporting.metrics import MetricsLog, rollout_metrics
+from rlframe.loops.reporting.metrics import MetricsLog, environment_metrics, rollout_metrics
 from rlframe.loops.reporting.trackers.base import EVALUATED, Tracker
 from rlframe.loops.reporting.trackers.tensorboard import TensorBoard
 from rlframe.types.input import ModelInput
@@ -87,6 +87,9 @@ def test_an_attempt_of_several_sequences_counts_once() -> None:
     assert metrics["reward/match_mean"] == 0.5 == metrics["reward/at_tokens_mean"]
     assert metrics["environment/turns_mean"] == 1.5 and metrics["environment/tries_mean"] == 4.0
     assert metrics["rollout/sampled"] == 3.0
+    # Not the mean of both.
+    two.numbers = {"turns": 9.0}
+    assert environment_metrics([[one, two], [three]])["environment/turns_mean"] == 9.0
 
 
 def test_what_no_reward_had_a_say_on_counts_in_no_mean() -> None:

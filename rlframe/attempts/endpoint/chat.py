@@ -36,10 +36,14 @@ UNSUPPORTED = {
     "best_of": ((1,), "the run samples, and takes what was sampled"),
     "prompt_logprobs": ((0,), "the run records logprobs itself"),
     "continue_final_message": ((False,), "it is the policy's turn"),
+    "add_generation_prompt": ((True,), "it is the policy's turn"),
+    "echo": ((False,), "the answer is what the policy says"),
+    "chat_template": ((), "the run's template writes conversations"),
     **dict.fromkeys(
         ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         ((), "nothing but the policy decides what is sampled"),
     ),
+    **dict.fromkeys(("regex", "ebnf", "json_schema"), ((), "nothing but the policy decides what is sampled")),
 }
 IGNORED: dict[str, tuple[Any, ...]] = {
     "temperature": (),
@@ -57,6 +61,10 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "stop_token_ids": ([],),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
     "chat_template_kwargs": ({},),
 }
 """Parameters of sampling, which the run decides, with the values that ask for nothing."""

@@ -13,6 +13,7 @@ from rlframe.attempts.endpoint.asked import (
     limit_of,
     named,
     refuse,
+    stops_of,
     text_of,
     tool_of,
     value_of,
@@ -29,6 +30,7 @@ UNSUPPORTED = {
     "prompt": ((), "there are no stored prompts"),
     "top_logprobs": ((0,), "the run records logprobs itself"),
 }
+LOGPROBS = "message.output_text.logprobs"
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
 """Types of the items of the input."""
 IGNORED: dict[str, tuple[Any, ...]] = {
@@ -36,6 +38,10 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "top_p": (),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
+    "seed": (),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
     "max_tool_calls": (),
     "truncation": ("disabled",),
     "reasoning": ({},),
@@ -53,6 +59,8 @@ def read(body: Mapping[str, Any]) -> Asked:
     form = value_of(value_of(body, "text", dict, {}), "format", dict, {"type": "text"})
     if form.get("type") != "text":
         raise Refused("text.format must be text: nothing but the policy decides what is sampled", parameter="text")
+    if LOGPROBS in value_of(body, "include", list, []):
+        raise Refused(f"include={LOGPROBS} is not supported: the run records logprobs itself", parameter="include")
     given = value_of(body, "input", (str, list), [])
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = value_of(body, "instructions", str, "")
@@ -65,7 +73,7 @@ def read(body: Mapping[str, Any]) -> Asked:
         messages=named(messages),
         tools=[] if body.get("tool_choice") == "none" else _tools_of(value_of(body, "tools", list, [])),
         max_tokens=limit_of(body, "max_output_tokens"),
-        stop=(),
+        stop=stops_of(body),
         stream=value_of(body, "stream", bool, False),
         model=value_of(body, "model", str, ""),
         ignored=ignored(body, IGNORED),

@@ -89,7 +89,8 @@ class Server:
         """
         number = request.match_info["number"]
         known = number.isascii() and number.isdigit() and len(number) < 20
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        given = given if scheme.lower() == "bearer" else ""
         expected = self._key(int(number)) if known else ""
         if not known or not hmac.compare_digest(given.encode(errors="replace"), expected.encode()):
             raise Refused("the key is not that of this attempt", status=401, code="invalid_api_key")
@@ -103,7 +104,7 @@ class Server:
         async def answering(request: web.Request) -> web.StreamResponse:
             desk = self._desk(request)
             try:
-                body = parsed(await request.read())
+                body = parsed(await _read(request))
                 asked = api.read(body)
             except Refused:
                 desk.refuse()
@@ -126,6 +127,18 @@ class Server:
 
 def _described(model: str) -> dict[str, Any]:
     return {"id": model, "object": "model", "created": 0, "owned_by": "rlframe"}
+
+
+async def _read(request: web.Request) -> bytes:
+    """Returns the body of a request.
+
+    Raises:
+        Refused: it cannot be decompressed.
+    """
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:
+        raise Refused(f"the body of the request cannot be read: {error}") from None
 
 
 async def _streamed(request: web.Request, events: Iterator[tuple[str, Mapping[str, Any] | str]]) -> web.StreamResponse:

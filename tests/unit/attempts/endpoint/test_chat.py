@@ -154,15 +154,33 @@ OTHERS: dict[str, Any] = {
     "stop_token_ids": [1],
     "min_tokens": 2,
     "ignore_eos": True,
+    "allowed_token_ids": [1],
+    "bad_words": ["no"],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "logit_bias": {"5": -100},
 }
 """Parameters of other servers, which clients send as `extra_body`."""
 
 
 def test_what_other_servers_take_besides_is_not_ignored_in_silence() -> None:
     assert set(chat.read({"messages": [QUESTION], **OTHERS}).ignored) == OTHERS.keys()
-    for name in ("guided_json", "structured_outputs"):
+    for name in ("guided_json", "structured_outputs", "regex", "ebnf", "json_schema"):
         with pytest.raises(Refused, match="nothing but the policy decides"):
             chat.read({"messages": [QUESTION], name: {"type": "object"}})
+    for name, value in {"chat_template": "{{ x }}", "echo": True, "add_generation_prompt": False}.items():
+        with pytest.raises(Refused, match=f"{name}="):
+            chat.read({"messages": [QUESTION], name: value})
+    harmless = {"bad_words": [], "include_stop_str_in_output": False, "add_generation_prompt": True, "echo": False}
+    assert chat.read({"messages": [QUESTION], **harmless}).ignored == ()
+
+
+def test_what_the_responses_api_of_other_servers_takes_is_heeded_or_told_of() -> None:
+    asked = responses.read({"input": "x", "stop": ["5"], "seed": 1, "logit_bias": {"5": 1}, "presence_penalty": 0})
+    assert asked.stop == ("5",) and asked.ignored == ("seed", "logit_bias")
+    with pytest.raises(Refused, match="the run records logprobs itself"):
+        responses.read({"input": "x", "include": ["message.output_text.logprobs"]})
+    assert responses.read({"input": "x", "include": ["reasoning.encrypted_content"]}).ignored == ()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -203,11 +221,14 @@ def test_what_cannot_be_done_is_refused_with_a_reason(words: PreTrainedTokenizer
             for body in (b"", b"{", b"[]", b"\xff", b'{"messages": "x"}', b"[" * 100_000, b'{"a": "\\ud800"}'):
                 answer = await raw.post(f"{endpoint.url}/chat/completions", content=body)
                 assert answer.status_code == 400 and answer.json()["error"]["message"], body[:20]
+            broken = {"Content-Encoding": "gzip"}
+            answer = await raw.post(f"{endpoint.url}/chat/completions", content=b"{}", headers=broken)
+            assert answer.status_code == 400 and "the body of the request" in answer.json()["error"]["message"]
             assert (await raw.post(f"{endpoint.url}/embeddings", json={})).json()["error"]["message"]
             assert (await raw.get(f"{endpoint.url}/chat/completions")).status_code == 405
 
     played = play(agent, words=words)
-    assert played.engine.asked == [] and played.events == {Event.CALLS_REFUSED: len(REFUSED) + 7}
+    assert played.engine.asked == [] and played.events == {Event.CALLS_REFUSED: len(REFUSED) + 8}
 
 
 NAMES = st.sampled_from(
@@ -254,6 +275,10 @@ def test_nobody_asks_without_the_key(words: PreTrainedTokenizerBase) -> None:
                 headers = {"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
                 answer = await raw.post(f"{endpoint.url}/chat/completions", json={}, headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        for scheme in ("bearer", "BEARER"):
+            async with httpx2.AsyncClient() as raw:
+                answer = await raw.get(f"{endpoint.url}/models", headers={"Authorization": f"{scheme} {endpoint.key}"})
+            assert answer.status_code == 200
         for other in ("2", "0", "x", "9" * 30):
             url = endpoint.url.replace("/attempts/1/", f"/attempts/{other}/")
             with pytest.raises(openai.AuthenticationError):

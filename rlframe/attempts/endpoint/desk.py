@@ -202,14 +202,13 @@ class Desk:
 
     def _told(self, reply: Reply, stop: Sequence[str]) -> Message:
         """Returns a response as the agent is told: without its stop strings, and with ids that no other call has."""
-        content = reply.message["content"]
-        ends = [content.find(each) for each in stop if each in content]
+        texts = {name: reply.message[name] for name in ("content", "reasoning_content") if name in reply.message}
         calls = []
         for call in reply.message.get("tool_calls", ()):
             self._told_calls += 1
             # Nine letters and digits: Mistral's templates take no other.
             calls.append({**call, "id": f"call{self._told_calls:05d}"})
-        told = {**reply.message, "content": content[: min(ends, default=len(content))]}
+        told = {**reply.message, **{name: _before(text, stop) for name, text in texts.items()}}
         return told | ({"tool_calls": calls} if calls else {})
 
     def _sampling(self, asked: Asked) -> SamplingParams:
@@ -234,6 +233,11 @@ class Desk:
             if name not in TOLD:
                 TOLD.add(name)
                 logger.warning("an agent sets %s, which is ignored: the run's settings decide how is sampled", name)
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    """Returns a text up to the first of the stop strings in it."""
+    return text[: min((text.find(each) for each in stop if each in text), default=len(text))]
 
 
 def over() -> Refused:

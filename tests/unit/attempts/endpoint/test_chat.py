@@ -149,6 +149,17 @@ def test_the_run_decides_how_is_sampled_and_the_agent_where_it_ends(words: PreTr
     ]
 
 
+def test_reasoning_too_is_told_up_to_the_stop_string(words: PreTrainedTokenizerBase) -> None:
+    async def agent(endpoint: Endpoint, client: AsyncOpenAI) -> None:
+        for stop, expected in ((["So"], "12*13, "), (["fif", "nothing"], "12*13, So it is.")):
+            said = await client.chat.completions.create(model="m", messages=[QUESTION], stop=stop)
+            message = said.choices[0].message
+            assert (message.model_extra or {})["reasoning_content"] == expected and message.content == ""
+
+    template = words.chat_template + "{# <think> </think> #}"
+    play(agent, lambda before: "<think>12*13, So it is.</think>fifty" + END, words=words, template=template)
+
+
 OTHERS: dict[str, Any] = {
     "chat_template_kwargs": {"enable_thinking": False},
     "stop_token_ids": [1],

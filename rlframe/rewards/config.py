@@ -14,6 +14,13 @@ JUDGE_PART = "judge_model"
 LARGEST_SCORE = 1e6
 """Greatest absolute value of a score. A greater one is a mistake and counts as a failure, because a single such number
 would decide a whole step."""
+TOTAL = "reward"
+MEASURED = {
+    TOTAL: "the sum of all parts",
+    "response_tokens": "the length of responses",
+    "at_tokens": "the reward at single tokens",
+}
+"""Names of other metrics beside those of the parts: of two with one name only one is told."""
 
 
 class Per(StrEnum):
@@ -101,10 +108,17 @@ class RewardConfig:
                 f"must not be called {JUDGE_PART!r}, which names the score of the section judge",
                 hint="rename it",
             )
+        for name, what in MEASURED.items():
+            if name in self.parts and not self._is_total(name):
+                raise SettingError("parts", f"must not be called {name!r}, which names {what}", hint="rename it")
         if self.model and MODEL_PART in self.parts:
             raise SettingError(
                 "parts", f"must not be called {MODEL_PART!r}, which names the score of reward.model", hint="rename it"
             )
+
+    def _is_total(self, name: str) -> bool:
+        """Returns whether a part is the whole reward, and called so."""
+        return name == TOTAL and len(self.names) == 1 and self.parts[name].weight == 1
 
     @property
     def names(self) -> list[str]:

@@ -97,6 +97,8 @@ def test_it_must_read_the_policys_tokens(model: Path) -> None:
         (["reward.model.path=''"], "reward.model.path must be text of at least one character"),
         (["reward.model.path=x", "reward.model.weight=inf"], "reward.model.weight must be at most 1000000"),
         (["reward.model.path=x", "reward.parts.model.name=exact_match"], "parts must not be called 'model'"),
+        (["reward.parts.response_tokens.name=length"], "parts must not be called 'response_tokens', which names"),
+        (["+reward.parts.reward.name=length"], "parts must not be called 'reward', which names the sum of all parts"),
     ],
 )
 def test_a_value_out_of_range_is_refused(overrides: list[str], message: str) -> None:

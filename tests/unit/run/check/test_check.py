@@ -31,7 +31,6 @@ QWEN3_MOE = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
 }
-
 ONE_UPDATE = "train.num_minibatches * train.epochs_per_batch = 1"
 
 

@@ -58,7 +58,7 @@ class ClipCov(ClippedPolicyGradient[ClipCovConfig]):
         shares = covariances(logprobs, batch.advantages, batch.loss_mask)
         count = max(1, int(config.chosen_fraction * int(batch.loss_mask.sum())))
         candidates = (shares > config.covariance_low) & (shares < config.covariance_high)
-        return replace(batch, chosen=drawn(candidates, count, token_ids=batch.token_ids, values=logprobs))
+        return replace(batch, chosen=drawn(candidates, count, token_ids=batch.token_ids, values=batch.rollout_logprobs))
 
     def surrogate(
         self, logprobs: Float[Tensor, " T"], old_logprobs: Float[Tensor, " T"], batch: TrainBatch

@@ -50,6 +50,9 @@ def drawn(
 
     The draw depends only on what is drawn, not on an order or a generator, so it is the same for every layout of the
     batch.
+
+    Args:
+        values: any number of each token that is the same to the last bit in every layout, such as the engine's logprob.
     """
     bits = values.float().contiguous().view(torch.int32).long() ^ token_ids
     hashed = (bits * KNUTH % 2**32).double()

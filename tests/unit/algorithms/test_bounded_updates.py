@@ -178,6 +178,18 @@ def test_clip_covs_bounds_are_of_advantages_that_no_mean_weight_has_divided() ->
     assert data.chosen is not None and data.chosen[SAMPLED].tolist() == [True, False, False]
 
 
+def test_clip_covs_draw_is_the_same_however_the_trainer_rounds_its_logprobs() -> None:
+    algorithm = ClipCov(ClipCovConfig(**PLAIN, covariance_low=-10.0, covariance_high=10.0, chosen_fraction=0.5))
+    data, draws = made(), []
+    for bits in range(20):
+        # As another layout's or another split's would be.
+        rounded = torch.where(data.loss_mask, OLD + bits * 2.0**-22, 0.0)
+        chosen = algorithm.train_batch(replace(data, old_logprobs=rounded)).chosen
+        assert chosen is not None
+        draws.append(chosen.tolist())
+    assert draws == [draws[0]] * 20 and sum(draws[0]) == 1
+
+
 def test_clip_covs_other_tokens_are_clipped() -> None:
     algorithm = ClipCov(ClipCovConfig(**PLAIN))
     # 0.5 and A = -1: clipped at 0.8, no gradient; 1.1: not.

@@ -65,7 +65,7 @@ LARGE_EPS = 0.01
 INDEXED: dict[str, Any] = LATENT | {
     # Fewer than the tokens of most sequences, so that a choice that is not made shows.
     "index_topk": 6,
-    "index_n_heads": 4,
+    "index_n_heads": 32,
     "index_head_dim": 16,
     "rms_norm_eps": LARGE_EPS,
     "mlp_layer_types": ["dense", "sparse"],

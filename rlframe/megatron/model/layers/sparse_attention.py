@@ -142,6 +142,16 @@ class Indexer(torch.nn.Module):
             scores = torch.einsum("sqhd,skd->sqhk", queries[:, part], keys) * self.shape.head_dim**-0.5
             ranking = torch.einsum("sqh,sqhk->sqk", weights[:, part], scores.relu_())
             before = places <= places[part, None]
-            chosen = ranking.masked_fill_(~before, -torch.inf).topk(self.shape.top_k, dim=-1).indices
-            pieces.append(torch.zeros_like(ranking, dtype=torch.bool).scatter_(-1, chosen, True) & before)
+            pieces.append(greatest(ranking.masked_fill_(~before, -torch.inf), self.shape.top_k) & before)
         return torch.cat(pieces, dim=1)[:, None]
+
+
+def greatest(ranking: Tensor, count: int) -> Tensor:
+    """Returns [..., K] True at the `count` greatest of each row; the first ones where some are equal.
+
+    Scores of keys that no head looks at are exactly 0, and which of those `topk` takes depends on the other sequences
+    of a micro-batch.
+    """
+    least = ranking.topk(count, dim=-1).values[..., -1:]
+    above, equal = ranking > least, ranking == least
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True)))

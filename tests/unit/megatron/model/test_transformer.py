@@ -13,7 +13,9 @@ from rlframe.megatron.model import transformer
 from rlframe.megatron.model.layers import query_key
 from rlframe.megatron.model.layers.parts import scale_embeddings
 from rlframe.megatron.model.layers.query_key import turns_of, turns_whole_heads
+from rlframe.megatron.model.layers.sparse_attention import Indexer
 from rlframe.megatron.packed.inputs import packing_of
+from rlframe.models.families.base import IndexerDimensions
 from rlframe.models.hub import load_family, read_config
 from tests.contracts.test_model_family import CONFIGS
 from tests.tiny_models import make
@@ -82,3 +84,16 @@ def test_a_teacher_has_angles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(sine, expected.sin())
     # Recomputation brings the same angles in another tensor.
     assert turns_of(models[0].detach(), packing, 5)[0] is turns_of(models[0], packing, 5)[0]
+
+
+def test_keys_of_equal_score_are_chosen_alike_beside_sequences_of_any_length() -> None:
+    indexer = Indexer.__new__(Indexer)
+    torch.nn.Module.__init__(indexer)
+    indexer.shape = IndexerDimensions(num_heads=1, head_dim=1, top_k=3, interleaved=False)
+    queries, weights = torch.ones(1, 60, 1, 1), torch.ones(1, 60, 1)
+    # No head looks at any key but the fifth.
+    keys = torch.full((1, 60, 1), -1.0)
+    keys[0, 4] = 1.0
+    for length in (11, 12, 40, 60):
+        found = indexer._of_grid(queries[:, :length], keys[:, :length], weights[:, :length])[0, 0]
+        assert found[10].nonzero()[:, 0].tolist() == [0, 1, 4] and found[1].nonzero()[:, 0].tolist() == [0, 1]

@@ -223,6 +223,10 @@ class MoeConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if not self.send_once and self.dispatcher is not Dispatcher.ALLTOALL:
+            raise SettingError(
+                "send_once", f"has no effect with dispatcher={self.dispatcher}", got="false", hint="remove it"
+            )
         if self.allow_token_drop and self.capacity_factor is None:
             raise SettingError("allow_token_drop", "has no effect without capacity_factor", got="true")
         if self.freeze_router and (self.aux_loss_coefficient or self.z_loss_coefficient):

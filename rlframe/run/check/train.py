@@ -194,6 +194,13 @@ def expert_faults(train: TrainConfig, *, online: bool) -> Iterator[Fault]:
             why="the engine drops no tokens, so the trainer's logprobs would differ from the engine's",
             hint="train.moe.allow_token_drop=true accepts that",
         )
+    if moe.allow_token_drop and not online:
+        yield Fault(
+            "train.moe.allow_token_drop",
+            "has no effect with an algorithm that samples nothing, where capacity_factor needs no leave",
+            got="true",
+            hint="remove it",
+        )
     yield from gather_faults(moe.dispatcher, parallel)
     if moe.dispatcher is Dispatcher.ALLGATHER and train.fp8.recipe is not Fp8Recipe.OFF:
         yield Fault(

@@ -81,6 +81,10 @@ def faults(**values: Any) -> list[str]:
         ({"moe": {"capacity_factor": 0.0}}, "moe.capacity_factor must be above 0 (null drops no token), got 0.0"),
         ({"moe": {"allow_token_drop": True}}, "moe.allow_token_drop has no effect without capacity_factor"),
         (
+            {"moe": {"send_once": False, "dispatcher": "allgather"}},
+            "moe.send_once has no effect with dispatcher=allgather",
+        ),
+        (
             {"moe": {"freeze_router": True, "z_loss_coefficient": 0.1}},
             "moe.freeze_router must be false with aux_loss_coefficient or z_loss_coefficient",
         ),

@@ -195,6 +195,8 @@ def test_adapters_beside_fp8_are_refused(recipe: str) -> None:
 def test_dropped_tokens_may_be_asked_for() -> None:
     assert faults(EXPERTS, online=False, moe={"capacity_factor": 1.0}) == []
     assert faults(EXPERTS, moe={"capacity_factor": 1.0, "allow_token_drop": True}) == []
+    (fault,) = faults(EXPERTS, online=False, moe={"capacity_factor": 1.0, "allow_token_drop": True})
+    assert fault.startswith("train.moe.allow_token_drop has no effect with an algorithm that samples nothing"), fault
 
 
 @pytest.mark.parametrize("setting", ["offload_optimizer", "release_memory"])

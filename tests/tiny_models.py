@@ -1,11 +1,13 @@
 """Small random models of every family, in Hugging Face format, made by transformers itself."""
 
+import inspect
 import json
 import pathlib
 from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from rlframe.models.transformers_config import SAME_AS
 
@@ -272,6 +274,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def make(name: str, folder: pathlib.Path, **changes: Any) -> transformers.PreTrainedModel:
     """Write the model `name`, with `changes` to its config, to `folder` in float32 and return it."""
     class_name, own = MODELS[name]
+    take_back_from_vllm(getattr(transformers, class_name))
     config = getattr(transformers, class_name)(**(COMMON | own | changes))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -295,6 +298,19 @@ def make(name: str, folder: pathlib.Path, **changes: Any) -> transformers.PreTra
     if name in SAME_AS:
         name_anew(folder, name)
     return model.eval()
+
+
+def take_back_from_vllm(config_class: Any) -> None:
+    """Undo what vLLM wrote into transformers' own classes when it loaded a model in this process: the type of another
+    model whose configuration it reads with this class, and its compilation of a model that it has no code for."""
+    known = [name for name, each in CONFIG_MAPPING_NAMES.items() if each == config_class.__name__]
+    if config_class.model_type not in known:
+        config_class.model_type = known[0]
+    decoder: Any = transformers.MODEL_MAPPING[config_class]
+    if decoder.__init__.__module__.startswith("vllm."):
+        decoder.__init__ = inspect.getclosurevars(decoder.__init__).nonlocals["old_init"]
+        del decoder.__call__
+        decoder.__bases__ = tuple(base for base in decoder.__bases__ if not base.__module__.startswith("vllm."))
 
 
 def name_anew(folder: pathlib.Path, model_type: str) -> None:

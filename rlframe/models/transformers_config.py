@@ -16,5 +16,8 @@ def read(folder: Path) -> Any:
 
     model_type = read_config(folder)["model_type"]
     if model_type in SAME_AS:
-        return CONFIG_MAPPING[SAME_AS[model_type]].from_pretrained(folder)
+        config = CONFIG_MAPPING[SAME_AS[model_type]].from_pretrained(folder)
+        # By the type transformers knows how the tensors in files make up its model's.
+        config.model_type = SAME_AS[model_type]
+        return config
     return AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from rlframe.models import transformers_config
 from rlframe.models.families.base import ClampedGlu, GatedDeltaNetDimensions, IndexerDimensions, MLADimensions, Shard
 from rlframe.models.families.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from rlframe.models.families.deepseek_v32 import FAMILY as DEEPSEEK_V32
@@ -29,7 +30,7 @@ from rlframe.models.random_init import random_tensor
 from rlframe.models.transformers_config import SAME_AS
 from rlframe.rollout.served.recording import checkpoint_tensors, random_weights
 from rlframe.utils.errors import ConfigError
-from tests.tiny_models import COMMON, MODELS
+from tests.tiny_models import COMMON, MODELS, make
 from tests.unit.models.parameters import empty
 
 HF: dict[str, Any] = {
@@ -213,6 +214,14 @@ def test_what_config_json_does_not_say_is_what_transformers_takes(name: str) -> 
         found = [_read(family, hf) for hf in (less, theirs)]
         # What is refused cannot be wrong.
         assert found[0] in (found[1], None), key
+
+
+def test_transformers_loads_the_experts_of_a_type_that_it_does_not_have(tmp_path: Path) -> None:
+    # Its map from files to stacked experts goes by the model_type; without it they were drawn at random.
+    made = make("kimi_k2", tmp_path).state_dict()
+    read = transformers_config.read(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=read, dtype=torch.float32).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in made.items())
 
 
 def _read(family: Any, hf: dict[str, Any]) -> dict[str, Any] | None:

@@ -72,11 +72,31 @@ def main() -> None:
         telling.end()
         tell(error if isinstance(error, RlframeError) else refusal(error))
         sys.exit(2)
+    except OSError as error:
+        if not of_hydra(error):
+            raise
+        telling.end()
+        tell(
+            UsageError(
+                f"{error.filename} cannot be written: {error.strerror}; it is hydra.sweep.dir of a sweep, or "
+                "hydra.run.dir of a run, which Hydra makes before anything begins: set that to a folder that can be "
+                "written"
+            )
+        )
+        sys.exit(2)
     except Stopped as stopped:
         # By a signal between the jobs of a sweep, or while they are checked.
         telling.end()
         sys.stderr.write(f"{stopped}\n")
         sys.exit(stopped.code)
+
+
+def of_hydra(error: OSError) -> bool:
+    """Returns whether Hydra could not write its folder: it began a run or a sweep, and no run or check was under
+    way."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = {code.co_name for code in codes if code.co_filename == __file__}
+    return ours.isdisjoint({"launch", "refused"}) and any(code.co_name in ("sweep", "run_job") for code in codes)
 
 
 def begin_logging() -> None:
@@ -219,6 +239,8 @@ def refused(composed: DictConfig) -> RlframeError | None:
         compare(dated(prepare(composed)))
     except RlframeError as error:
         return error
+    except Exception:  # The run itself ends with it and tells it, and the sweep goes on to the next one.
+        return None
     return None
 
 

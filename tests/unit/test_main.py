@@ -113,3 +113,34 @@ def test_a_sweep_goes_on_after_a_run_that_ends_with_an_internal_error(
     assert "swordfish" not in said.out + said.err + caplog.text and not any(
         b"swordfish" in file.read_bytes() for file in written
     )
+
+
+def test_a_run_whose_check_ends_with_an_internal_error_is_told_with_its_traceback_and_the_sweep_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(values: Any) -> RunConfig:
+        run = to_run(values)
+        return run if run.seed != 1 else 1 // 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlframe.run.check.checked", check)
+    monkeypatch.setattr("rlframe.run.compose.run.run", lambda *_, begin, **__: begin() or {"last_loss": 1.0})
+    monkeypatch.setattr("sys.argv", ["program", "-m", "--config-name", "sft_qwen3_moe_tiny", "seed=1,2", "output=runs"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert said.err.count("ZeroDivisionError") == 1 and said.out.splitlines()[2].split()[:2] == ["seed=2", "1"]
+
+
+@pytest.mark.parametrize("words", [("-m", "hydra.sweep.dir=file/x", "seed=1,2"), ("hydra.run.dir=file/x",)])
+def test_a_folder_that_hydra_cannot_make_is_told_without_a_traceback(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["program", "--config-name", "sft_qwen3_moe_tiny", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "file/x cannot be written: Not a directory; it is hydra.sweep.dir of a sweep, or" in capsys.readouterr().err

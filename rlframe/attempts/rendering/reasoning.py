@@ -53,8 +53,8 @@ class Tags(Style):
         return (self.opening, self.closing)
 
     def is_written_by(self, template: str) -> bool:
-        """See Style.is_written_by."""
-        return self.closing in template
+        """See Style.is_written_by. Some templates begin the reasoning of every turn, and never write its end."""
+        return self.closing in template or self.opening in template
 
     def is_open(self, prompt: str) -> bool:
         """See Style.is_open."""

@@ -174,7 +174,8 @@ def test_a_turn_that_the_template_refuses_is_malformed() -> None:
 
 
 def test_prompts_tell_whether_reasoning_has_begun() -> None:
-    begun = PLAIN.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}") + "{# </think> #}"
+    # Also where the template never writes the end of what it begins.
+    begun = PLAIN.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
     renderer = renderer_with(begun)
     assert renderer.parse(ids_of("so</think>yes")).message["reasoning_content"] == "so"
     assert renderer.parse(ids_of("so")).message == {"role": "assistant", "content": "", "reasoning_content": "so"}

@@ -54,7 +54,7 @@ def render(
     Raises:
         ConfigError: the template does not read one of `data.chat_template_kwargs`, or `data.chat_template_date`.
         DataError: the tokenizer has no chat template, or the template refuses the conversation, does not end, writes
-            nothing, or leaves out a tool or a call of one.
+            nothing, or leaves out a tool, a call of one, or a system message.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -89,6 +89,7 @@ def render(
         raise DataError(f"{where}: {template} writes nothing")
     rendering = Rendering(marked=text, where=where, marks={mark: token for token, mark in marks.items()})
     _check_tools(rendering, messages, tools)
+    _check_system(rendering, messages)
     return rendering
 
 
@@ -154,6 +155,21 @@ def _check_tools(rendering: Rendering, messages: Sequence[Message], tools: Seque
             raise DataError(
                 f"{rendering.where}: the chat template leaves out the tool {name!r:.60} or a call of it: written "
                 f"{text.count(name)} times, expected {count}; use a model whose template has tools and tool_calls"
+            )
+
+
+def _check_system(rendering: Rendering, messages: Sequence[Message]) -> None:
+    """Raises an error if the template silently drops a system message, as some do with all but the first or last."""
+    text = rendering.text
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        # Some templates write white space anew.
+        if message["role"] == "system" and isinstance(content, str) and content.strip() not in text:
+            if all(word in text for word in content.split()):
+                continue
+            raise DataError(
+                f"{rendering.where}: the chat template leaves out message {index + 1}, of role system, "
+                f"{content.strip()!r:.60}; give its words to the first system message or to the user's"
             )
 
 

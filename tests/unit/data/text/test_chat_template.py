@@ -61,10 +61,10 @@ def test_the_shipped_templates_write_what_they_say() -> None:
 
 def test_a_file_is_a_template_too(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
-    file.write_text("{{ messages[-1].content }}!")
+    file.write_text("{{ messages[0].content }}{{ messages[-1].content }}!")
     tokenizer = base_model()
     give(tokenizer, str(file))
-    assert text(tokenizer) == "r!" and end_token(tokenizer, DataConfig()) == ""
+    assert text(tokenizer) == "Sr!" and end_token(tokenizer, DataConfig()) == ""
 
 
 @pytest.mark.parametrize(

@@ -139,3 +139,20 @@ def test_templates_that_take_arguments_as_text_get_json() -> None:
     tokenizer.chat_template = "{{ 'a' + 1 }}"
     with pytest.raises(DataError, match="refuses turns of user, assistant: TypeError"):
         render(tokenizer, messages, config=DataConfig(), generation_prompt=False, where="r")
+
+
+def test_a_template_that_drops_a_later_system_message_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    # gpt-oss's writes only one at the beginning, DeepSeek R1's only the last one.
+    said = {"user": "x", "assistant": "y", "system": "be  brief "}
+    turns = [{"role": role, "content": said[role]} for role in ("user", "assistant", "system", "user")]
+
+    def text(content: str) -> str:
+        tokenizer.chat_template = BRIEF.replace("message.content", content)
+        return render(tokenizer, turns, config=DataConfig(), generation_prompt=True, where="s:1").text
+
+    assert "<system>abe  brief <end>" in text("message.content")
+    assert "<system>abe brief<end>" in text("message.content | trim | replace('  ', ' ')")
+    with pytest.raises(
+        DataError, match="s:1: the chat template leaves out message 3, of role system, 'be  brief'; give"
+    ):
+        text("message.content if message.role != 'system'")

@@ -14,6 +14,8 @@ from rlframe.utils.errors import SettingError
 from rlframe.utils.faults import Fault
 
 ALL_LINEAR = "all-linear"
+OUTPUT_LAYER = ("lm_head.weight", "output_layer.weight")
+"""The output layer's weight by the names of checkpoints and of Megatron."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -180,8 +182,18 @@ def _target_faults(lora: LoraConfig, homes: Mapping[str, str], can: set[str]) ->
             yield Fault(
                 "train.lora.target_modules",
                 said=f"{entry!r} must name modules of the model by their full name or its end, such as "
-                "q_proj or linear_fc1; no module has this name",
+                f"q_proj or linear_fc1; {_tied(entry, homes) or 'no module has this name'}",
             )
+
+
+def _tied(entry: str, homes: Mapping[str, str]) -> str:
+    """Returns why a name of the output layer names nothing in a model that has none of its own, or an empty text."""
+    if not names(entry, *OUTPUT_LAYER) or OUTPUT_LAYER[1] in homes.values():
+        return ""
+    return (
+        "the output layer of this model is its embedding (tie_word_embeddings), which is trained in full where "
+        "modules_to_save has embed_tokens"
+    )
 
 
 def _saved_faults(lora: LoraConfig, homes: Mapping[str, str]) -> Iterator[Fault]:
@@ -191,7 +203,7 @@ def _saved_faults(lora: LoraConfig, homes: Mapping[str, str]) -> Iterator[Fault]
         if not any(names(entry, name, homes[name]) for name in saved):
             yield Fault(
                 "train.lora.modules_to_save",
-                said=f"{entry!r} must name modules of the model; no module has this name",
+                said=f"{entry!r} must name modules of the model; {_tied(entry, homes) or 'no module has this name'}",
             )
     shared = {homes[name] for name in saved}
     left = [name for name, home in homes.items() if home in shared and name not in saved]

@@ -20,6 +20,8 @@ from rlframe.utils.nearest import did_you_mean
 
 DISTRIBUTED_CHECKPOINT = (".metadata", "metadata.json")
 """Files of every Megatron distributed checkpoint."""
+ADAPTERS = "lora."
+"""Beginning of the names of adapters in one."""
 
 
 def evaluation(run: RunConfig) -> Iterator[Fault]:
@@ -236,20 +238,30 @@ def checkpoint(run: RunConfig) -> Iterator[Fault]:
             got=f"{folder}, which has no {' and no '.join(missing)}",
             hint=f"write checkpoint.start_from={inside[-1]}" if inside else "set model.path for a Hugging Face model",
         )
-    elif run.train.mtp.keeps:
-        yield from _without_head(run.train.mtp.mode, folder)
+    else:
+        yield from _lacking(run.train.mtp.mode, folder)
 
 
-def _without_head(mode: MtpMode, folder: Path) -> Iterator[Fault]:
-    """Rejects a checkpoint without the head for multi-token prediction that a run keeps."""
+def _lacking(mtp: MtpMode, folder: Path) -> Iterator[Fault]:
+    """Rejects a checkpoint of adapters alone, and one without the head for multi-token prediction that a run keeps."""
     from rlframe.megatron.checkpoint.metadata import read_metadata  # noqa: PLC0415 - imports seconds of torch
 
+    key = "checkpoint.start_from"
     try:
-        if not any(map(in_head, read_metadata(folder).state_dict_metadata)):
-            why = f"checkpoint.start_from={folder} has no head for multi-token prediction"
-            yield Fault("train.mtp.mode", "must be drop", got=mode, why=why, hint="or start from another checkpoint")
+        names = list(read_metadata(folder).state_dict_metadata)
     except CheckpointError as error:
-        yield Fault("checkpoint.start_from", said=error)
+        yield Fault(key, said=error)
+        return
+    if any(name.startswith(ADAPTERS) for name in names):
+        yield Fault(
+            key,
+            "must hold a model",
+            got=f"{folder}, which holds the adapters of a run with train.lora, without the model below them",
+            hint="set model.path to that run's model/, which has them merged",
+        )
+    elif mtp is not MtpMode.DROP and not any(map(in_head, names)):
+        why = f"{key}={folder} has no head for multi-token prediction"
+        yield Fault("train.mtp.mode", "must be drop", got=mtp, why=why, hint="or start from another checkpoint")
 
 
 def best_metric(run: RunConfig) -> Iterator[Fault]:

@@ -85,6 +85,15 @@ def test_settings_that_do_not_fit_the_model_are_refused(settings: dict[str, obje
     assert any(all(part in fault for part in parts) for fault in found), found
 
 
+def test_the_output_layer_of_a_tied_model_is_its_embedding() -> None:
+    tied = {name: home for name, home in HOMES.items() if name != "lm_head.weight"}
+    dimensions = {name: len(SHAPES[name]) for name in tied}
+    for settings in ({"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["output_layer"]}):
+        (fault,) = map(str, faults(LoraConfig(**settings), tied, dimensions, vocabulary_fits=True))  # type: ignore[arg-type]
+        assert "output layer of this model is its embedding (tie_word_embeddings)" in fault
+    assert not list(faults(LoraConfig(modules_to_save=["embed_tokens"]), tied, dimensions, vocabulary_fits=True))
+
+
 def test_no_effect_on_experts_and_fused_experts_are_refused() -> None:
     dense = {name: home for name, home in HOMES.items() if ".experts." not in home}
     dimensions = {name: len(SHAPES[name]) for name in HOMES}

@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlframe.config.load import composed
 from rlframe.models.hub import EMBEDDED
@@ -376,35 +374,6 @@ def test_a_default_in_the_place_of_a_wrong_value_is_no_further_fault(tmp_path: P
     with pytest.raises(ConfigError) as caught:
         checked(values)
     assert [f"{fault.key}" for fault in caught.value.faults] == [overrides[0].partition("=")[0]]
-
-
-def test_what_a_run_starts_from_must_be_a_distributed_checkpoint(model: str, tmp_path: Path) -> None:
-    start = tmp_path / "training"
-    start.mkdir()
-    (start / ".metadata").touch()
-    assert faults(model, f"checkpoint.start_from={start}") == [
-        f"checkpoint.start_from must be the folder of a Megatron distributed checkpoint, got {start}, which has no "
-        "metadata.json; set model.path for a Hugging Face model"
-    ]
-    (start / "metadata.json").touch()
-    assert faults(model, f"checkpoint.start_from={start}") == []
-    # As of a run's checkpoint, which has it in `training`.
-    (fault,) = faults(model, f"checkpoint.start_from={tmp_path}")
-    assert fault.endswith(f"which has no .metadata and no metadata.json; write checkpoint.start_from={start}")
-
-
-def test_a_head_that_is_kept_must_be_in_what_a_run_starts_from(model: str, tmp_path: Path) -> None:
-    start = tmp_path / "start"
-    save({"decoder.final_layernorm.weight": torch.ones(2)}, checkpoint_id=start, no_dist=True)
-    (start / "metadata.json").touch()
-    given = ["train.mtp.mode=keep", f"checkpoint.start_from={start}"]
-    found = [fault for fault in faults(model, *given) if "start_from" in fault]
-    assert found == [
-        f"train.mtp.mode must be drop, got keep: checkpoint.start_from={start} has no head for multi-token prediction; "
-        "or start from another checkpoint"
-    ]
-    save({"mtp_head.norm.weight": torch.ones(2)}, checkpoint_id=start, no_dist=True)
-    assert not [fault for fault in faults(model, *given) if "start_from" in fault]
 
 
 def test_a_users_reward_must_not_need_a_field_that_no_record_has(model: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import logging
 import re
 import unicodedata
 from dataclasses import dataclass
+from decimal import Decimal
 
 from latex2sympy2_extended.antlr_parser import PSParser
 from math_verify.grader import verify
@@ -42,6 +43,13 @@ FUNCTION = re.compile(
     r"(?<![\\A-Za-z.])(ln|log|exp|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|csc|cot)(?=\s*[\d(\\_^]| [a-z]\b)"
 )
 """Pattern of the name of a function that is not LaTeX, before what it is of."""
+APPLIED = re.compile(
+    r"\\?(?<![A-Za-z.])(ln|log|exp|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|csc|cot)\s+"
+    r"(\d+(?:\.\d+)?)(?![\w^/*!]|\.\d| *[/^*])"
+)
+"""Pattern of a function of a number, which outside of LaTeX would be read as that number."""
+SCIENTIFIC = re.compile(r"(?<![\w.,\\])(\d+\.\d+[eE][+-]?\d{1,2}|\d+[eE](?:[+-]0)?\d{1,2})(?![\w^]|\.\d)")
+"""Pattern of a number with a power of ten. `2e-1` is none: it may be of Euler's number."""
 MINUS = re.compile("\u2212|\u2013(?=[\\d.\\\\])")
 """Pattern of a minus in a character of its own. A dash is one directly before a number."""
 EITHER = re.compile(r"-?\d+[,:]\d+")
@@ -107,7 +115,8 @@ def _said(text: str) -> list:
 def _spelled_out(text: str) -> str:
     """Returns a text with its roots, powers, fractions, functions, minuses and pi as math-verify reads them. It reads 2
     of `2 sqrt(3)`, and of `ln 2`."""
-    text = FUNCTION.sub(r"\\\1", MINUS.sub("-", text))
+    text = SCIENTIFIC.sub(lambda number: f"{Decimal(number[0]):f}", MINUS.sub("-", text))
+    text = FUNCTION.sub(r"\\\1", APPLIED.sub(r"\\\1(\2)", text))
     text = ROOT.sub(lambda root: rf"\sqrt{{{root['group'] or root['number'] or ''}}}", text)
     text = POWER.sub(lambda power: f"^{{{_plain(power[0])}}}", text)
     text = FRACTION.sub(lambda found: f"{found[1]} {_plain(found[2])}" if found[1] else _plain(found[2]), text)

@@ -6,7 +6,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -74,14 +74,13 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     # Ray connects at any call, so that a thread which outlives the block, such as a look at a machine that does not
     # answer, would connect again, and the next `ray.init` fail. Ray reads RAY_ENABLE_AUTO_CONNECT only when imported.
     auto_init_hook.enable_auto_connect = False
-    restore_handlers = keep_handlers()
     address, environment = config.joins, config.runtime_env.for_ray()
     with without_deaths(), nullcontext() if address else closed_to_others(), nullcontext() if address else known():
-        if address:
-            join(address, environment)
-        else:
-            start(environment, num_cpus=max(num_devices, len(os.sched_getaffinity(0))))
-        restore_handlers()
+        with keeping_handlers():
+            if address:
+                join(address, environment)
+            else:
+                start(environment, num_cpus=max(num_devices, len(os.sched_getaffinity(0))))
         try:
             yield
         finally:
@@ -265,7 +264,7 @@ def _no_dashboard() -> ImportError:
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """Starts no process."""
+    """Starts no process, and sets no handler."""
 
 
 @cache
@@ -274,20 +273,24 @@ def token() -> str:
     return secrets.token_hex(32)
 
 
-def keep_handlers() -> Callable[[], None]:
-    """Returns a function that restores this process's handlers of SIGTERM and SIGINT.
+@contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Keeps this process's handlers of SIGTERM and SIGINT in a `with` block that starts Ray, and after it.
 
-    Workaround for Ray 2.60, which replaces the handler of SIGTERM when it starts and ends the process with a crash dump
-    (https://github.com/ray-project/ray/issues/37288). Not needed any more once `signal.getsignal(SIGTERM)` is unchanged
-    by `ray.init`.
+    Workaround for Ray 2.60, which first replaces that of SIGTERM by one that ends the process without a word, and
+    later, below Python, by one that writes a crash dump (https://github.com/ray-project/ray/issues/37288). Not needed
+    any more once `signal.getsignal(SIGTERM)` is unchanged in `ray.init`, and a signal after it writes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
-        return lambda: None
+        yield
+        return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def restore() -> None:
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = _nothing
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
         for number, handler in handlers.items():
             if handler is not None:
                 signal.signal(number, handler)
-
-    return restore

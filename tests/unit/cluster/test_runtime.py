@@ -1,0 +1,28 @@
+"""What starting Ray does to this process."""
+
+import signal
+
+import pytest
+import ray
+from ray._private import utils
+
+from rlframe.cluster.config import ClusterConfig
+from rlframe.cluster.runtime import running
+
+
+def test_sigterm_is_handled_by_the_run_also_while_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, set_handler, found = signal.getsignal(signal.SIGTERM), utils.set_sigterm_handler, []
+
+    def init(**_: object) -> None:
+        # As Ray does first of all.
+        utils.set_sigterm_handler(lambda *_: None)
+        found.append(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    try:
+        with running(ClusterConfig(), num_devices=1):
+            found.append(signal.getsignal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+    assert found == [ours, ours] and utils.set_sigterm_handler is set_handler

@@ -8,6 +8,7 @@ from typing import Any
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 AGAIN = "the same command resumes from there"
 AGAIN_FROM_LAST = "the same command resumes from the last checkpoint, if any"
+BEFORE_STEPS = "before any step; the same command begins it again, or resumes from the last checkpoint, if any"
 BETWEEN_STEPS = "between steps; the same command resumes from the last checkpoint, if any"
 
 
@@ -39,7 +40,7 @@ class Stop:
         """Exit code for the first signal. 0 while there was none."""
         self.sentence = ""
         """Sentence about how the run ended."""
-        self.outside_steps = BETWEEN_STEPS
+        self.outside_steps = BEFORE_STEPS
         """End of the sentence about a run that a signal ends outside of its steps."""
         self._asked_by = ""
         self._saves = True
@@ -80,6 +81,7 @@ class Stop:
         Raises:
             Stopped: the run was requested to end, and has saved if `begins_save` returned True.
         """
+        self.outside_steps = BETWEEN_STEPS
         try:
             for step in range(first, last + 1):
                 self.still_ours()

@@ -236,3 +236,9 @@ def test_a_run_that_a_callback_stops_has_not_failed() -> None:
     by_signal, error = Stopped("stopped by SIGTERM", 143), LookupError()
     assert failure(None) is None and failure(Stopped("good enough: saved after step 2 of 9", 0)) is None
     assert failure(by_signal) is by_signal and failure(error) is error
+
+
+def test_a_signal_before_the_first_step_is_told_as_such() -> None:
+    stop = Stop()
+    with pytest.raises(Stopped, match="^stopped by SIGTERM before any step; the same command begins it again"):
+        stop._signalled(signal.SIGTERM, None)

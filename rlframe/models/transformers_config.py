@@ -16,7 +16,7 @@ def read(folder: Path) -> Any:
 
     model_type = read_config(folder)["model_type"]
     if model_type in SAME_AS:
-        config = CONFIG_MAPPING[SAME_AS[model_type]].from_pretrained(folder)
+        config: Any = CONFIG_MAPPING[SAME_AS[model_type]].from_pretrained(folder)
         # By the type transformers knows how the tensors in files make up its model's.
         config.model_type = SAME_AS[model_type]
         return config

@@ -1,6 +1,7 @@
 """Composition: YAML groups and overrides into plain values."""
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -22,6 +23,11 @@ logger = logging.getLogger(__name__)
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 """Errors of Hydra for files and arguments that a user can mend."""
+UNCHOSEN = re.compile(
+    r"Could not (?:delete|override) '(?P<group>\w+)'\. No match in the defaults list\.?"
+    r"(?:\n.* use (?P<choice>\+\S+))?$"
+)
+"""Refusal by Hydra of `~reward` and `reward=math` where the defaults have no line `reward`."""
 
 
 def configs_folder() -> Path:
@@ -219,6 +225,11 @@ def refusal(error: Exception) -> ConfigError:
         group, _, name = error.missing_cfg_file.rpartition("/")
         rule = f"must name a file of configs/{group}: {', '.join(error.options)}"
         return ConfigError([Fault(group, rule, got=repr(name), hint=did_you_mean(name, error.options))])
+    if unchosen := UNCHOSEN.match(str(error)):
+        group, choice = unchosen["group"], unchosen["choice"]
+        rule = f"does not fit, because the recipe's defaults choose no file of configs/{group}"
+        hint = f"write {choice}" if choice else f"write ~{group}.{'parts' if group == 'reward' else 'KEY'}"
+        return ConfigError([Fault(choice.lstrip("+") if choice else f"~{group}", rule, hint=hint)])
     return ConfigError([str(error)])
 
 

@@ -103,13 +103,19 @@ def _faults(argument: str, groups: Mapping[str, Sequence[str]]) -> Iterator[Faul
             key,
             f"must name a file of configs/{key}: {', '.join(groups[key])}",
             got=shortened(value),
-            hint=f"~{key} removes the group",
+            hint=_own_part(key, value) or f"~{key} removes the group",
         )
     elif key in groups and (unknown := [name for name in _choices(value) if name not in groups[key]]):
         near = did_you_mean(unknown[0], groups[key])
         yield Fault(
             key, f"must name a file of configs/{key}: {', '.join(groups[key])}", got=repr(unknown[0]), hint=near
         )
+
+
+def _own_part(group: str, value: str) -> str:
+    """Returns where `value` belongs if it names a function or class outside the package. Else an empty text."""
+    key = {"reward": "reward.parts.NAME.name", "algorithm": "algorithm.name", "environment": "environment.name"}
+    return f"write {key[group]}={value}" if group in key and re.fullmatch(r"[\w./-]+:\w+", value) else ""
 
 
 def _choices(value: str) -> list[str]:

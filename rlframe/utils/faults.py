@@ -65,10 +65,10 @@ class Fault:
     def __str__(self) -> str:
         key = str(self.key)
         subject = f"{key}={self.got}" if self.stated else key
-        if self.said:
-            return f"{subject}: {self.said}" if subject else str(self.said)
-        got = f", got {self.got}" if self.got and not self.stated else ""
         why, hint = (f"{mark}{_words(text)}" if text else "" for mark, text in ((": ", self.why), ("; ", self.hint)))
+        if self.said:
+            return f"{subject}: {self.said}{hint}" if subject else f"{self.said}{hint}"
+        got = f", got {self.got}" if self.got and not self.stated else ""
         return f"{subject} {_words(self.rule)}{got}{why}{hint}".lstrip()
 
     @property

@@ -105,6 +105,8 @@ def test_name_and_output_follow_the_config_and_each_other() -> None:
         ("reward=exactmatch", "reward must name a file of configs/reward: exact_match, "),
         ("reward=exactmatch", "got 'exactmatch'; did you mean exact_match?"),
         ("algorithm=grpo,grp0", "got 'grp0'; did you mean grpo?"),
+        ("reward=my.py:score", "got 'my.py:score'; write reward.parts.NAME.name=my.py:score"),
+        ("algorithm=kinder.algos:Mine", "got 'kinder.algos:Mine'; write algorithm.name=kinder.algos:Mine"),
         ("reward=[math,mth_length]", "got 'mth_length'; did you mean math_length?"),
         ("reward.parts=[a.py:f]", "reward.parts must be a section of named entries, got ['a.py:f']"),
         ("algorithm.name=gpro", "or path/to/file.py:NAME or package.module:NAME, got 'gpro'; did you mean grpo?"),
@@ -151,6 +153,16 @@ def test_ones_own_folder_comes_before_the_package_and_builds_on_it(tmp_path: Pat
     assert (run.name, run.data.path, run.steps, run.seed, run.algorithm.name) == ("mine", "mine.jsonl", 3, 4, "grpo")
     (folder / "grpo_qwen3_moe.yaml").write_text("defaults: [base, algorithm: sft, _self_]\n")
     assert isinstance(load("grpo_qwen3_moe", config_dir=str(folder)).algorithm, SftConfig)
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"), [("~reward", "write ~reward.parts"), ("reward=math", r"write \+reward=math")]
+)
+def test_a_group_that_a_file_does_not_choose_is_told_by_what_to_write(override: str, hint: str, tmp_path: Path) -> None:
+    own = "defaults: [base, _self_]\nreward: {parts: {mine: {name: exact_match}}}\n"
+    (tmp_path / "mine.yaml").write_text(own)
+    with pytest.raises(ConfigError, match=f"defaults choose no file of configs/reward; {hint}$"):
+        load("mine", [override], config_dir=str(tmp_path))
 
 
 def test_names_of_ones_own_folder_are_suggested(tmp_path: Path) -> None:

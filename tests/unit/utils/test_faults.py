@@ -20,6 +20,7 @@ from rlframe.utils.faults import Fault, Key
         (Fault("a", said=ValueError("no file")), "a: no file"),
         (Fault("a", got="x", stated=True, said="no file"), "a=x: no file"),
         (Fault("", said="a sentence"), "a sentence"),
+        (Fault("a", said="no file", hint="write one"), "a: no file; write one"),
         (Fault("", "4 ranks need 4 devices", hint="use less"), "4 ranks need 4 devices; use less"),
         (Fault(Key(("a", 1, "b.c")), "must be given"), "a[1].b.c must be given"),
     ],

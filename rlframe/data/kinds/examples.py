@@ -28,7 +28,8 @@ class ExampleSource(TrainingSource[Item]):
         if conversation.messages[-1]["role"] != "assistant":
             raise DataError(
                 f"{record.where}: expected the last message from the assistant, found "
-                f"{conversation.messages[-1]['role']!r}"
+                f"{conversation.messages[-1]['role']!r}, in a record with the fields {', '.join(record.fields)}; "
+                "name the field of a response with data.answer_key"
             )
         return conversation
 

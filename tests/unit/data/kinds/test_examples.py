@@ -210,6 +210,9 @@ def test_a_conversation_must_end_with_the_assistant() -> None:
     record = Record(fields={"prompt": "Hi"}, source="s", where="s:1")
     with pytest.raises(DataError, match="s:1: expected the last message from the assistant, found 'user'"):
         ExampleSource.understand(record, DataConfig())
+    pair = Record(fields={"prompt": "Hi", "chosen": "a", "rejected": "b"}, source="s", where="s:1")
+    with pytest.raises(DataError, match="found 'user', in a record with the fields prompt, chosen, rejected; name the"):
+        ExampleSource.understand(pair, DataConfig())
 
 
 def test_examples_are_dealt_once_per_epoch_and_hold_out_what_prompts_hold_out(

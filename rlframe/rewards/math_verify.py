@@ -39,12 +39,12 @@ POWER = re.compile("(?<=[\\d)])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 ROOT = re.compile(r"(?:\u221a|(?<![\\A-Za-z])sqrt)\s*(?:\((?P<group>[^()]*)\)|(?P<number>\d+(?:\.\d+)?))")
 """Pattern of a root that is not LaTeX."""
 PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
-FUNCTION = re.compile(
-    r"(?<![\\A-Za-z.])(ln|log|exp|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|csc|cot)(?=\s*[\d(\\_^]| [a-z]\b)"
-)
+NAMES = r"(ln|log|exp|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|csc|cot)"
+"""Pattern of the names of functions."""
+FUNCTION = re.compile(rf"(?<![\\A-Za-z.]){NAMES}(?=\s*[\d(\\_^]| [a-z]\b)")
 """Pattern of the name of a function that is not LaTeX, before what it is of."""
 APPLIED = re.compile(
-    r"\\?(?<![A-Za-z.])(ln|log|exp|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|csc|cot)\s+"
+    rf"\\?(?<![A-Za-z.]){NAMES}\s+"
     r"(\d+(?:\.\d+)?)(?![\w^/*!]|\.\d| *[/^*])"
 )
 """Pattern of a function of a number, which outside of LaTeX would be read as that number."""

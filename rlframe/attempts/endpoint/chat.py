@@ -40,10 +40,10 @@ UNSUPPORTED = {
     "echo": ((False,), "the answer is what the policy says"),
     "chat_template": ((), "the run's template writes conversations"),
     **dict.fromkeys(
-        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        + ("regex", "ebnf", "json_schema"),
         ((), "nothing but the policy decides what is sampled"),
     ),
-    **dict.fromkeys(("regex", "ebnf", "json_schema"), ((), "nothing but the policy decides what is sampled")),
 }
 IGNORED: dict[str, tuple[Any, ...]] = {
     "temperature": (),

@@ -31,6 +31,7 @@ UNSUPPORTED = {
     "top_logprobs": ((0,), "the run records logprobs itself"),
 }
 LOGPROBS = "message.output_text.logprobs"
+"""Entry of `include` that asks for logprobs."""
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
 """Types of the items of the input."""
 IGNORED: dict[str, tuple[Any, ...]] = {

@@ -64,7 +64,7 @@ class RolloutSetup:
 
     @property
     def stop_fault(self) -> str:
-        """The reason for which requests must have no stop strings. Empty if they may."""
+        """Returns the reason for which requests must have no stop strings. Empty if they may."""
         if not (self.with_routes and self.rollout.stop_loses_routes):
             return ""
         return (

@@ -82,7 +82,7 @@ COMPILATION_CONFIG = "compilation_config"
 
 
 def _head_faults(architecture: Architecture) -> Iterator[Fault]:
-    """Yields whether the model's heads have a width that vLLM's attention on a CPU has no kernel for."""
+    """Yields a fault if the model's heads have a width for which vLLM's attention on a CPU has no kernel."""
     model, size = architecture.model_type, architecture.head_dim
     if architecture.latent is None and size not in CPU_HEAD_SIZES:
         yield Fault(

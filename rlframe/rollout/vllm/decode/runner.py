@@ -24,8 +24,8 @@ def choose_runner(*, first: bool) -> None:
     """Sets vLLM's model runner for the processes that this one starts.
 
     Args:
-        first: take model runner V1, unless the user has chosen: its check of drafts is rlframe's own. Otherwise vLLM
-            decides; see `prefer_second`.
+        first: take model runner V1, unless the user has chosen: its check of drafts is rlframe's own, and the record of
+            experts has run with V2 on one GPU only. Otherwise vLLM decides; see `prefer_second`.
     """
     if CHOSEN_RUNNER is not None:
         return

@@ -180,6 +180,11 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
             kept_logprobs=torch.cat([kept_logprobs(*each) for each in first]) if is_kept(batch) else None,
         )
 
+    def warm_up(self) -> None:
+        """Has every rank run a small pass, in which libraries choose their kernels and others are compiled, and does
+        not wait for it. Nothing is trained. What fails here fails again, and is told, in the first step."""
+        self.workers.ask_all(TrainerRank.warm_up)
+
     def sleep(self) -> None:
         """Gives back the devices' memory, except the parameters, until `wake`."""
         moved = self.workers.wait(self.workers.ask_all(TrainerRank.sleep), doing="sleep")

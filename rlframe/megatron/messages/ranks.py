@@ -116,6 +116,10 @@ class TrainerRank(ScoringRank, Protocol):
         """
         ...
 
+    def warm_up(self) -> None:
+        """Runs a small pass, so that the first step need not wait for libraries and kernels. Nothing is trained."""
+        ...
+
     def sleep(self) -> Moved:
         """Gives back the device's memory, except the parameters, until `wake`."""
         ...

@@ -37,6 +37,7 @@ from rlframe.megatron.worker.expert_load import ExpertLoad, balance
 from rlframe.megatron.worker.forward_only import frozen_model
 from rlframe.megatron.worker.norms import Norms
 from rlframe.megatron.worker.offload import SleepingMemory
+from rlframe.megatron.worker.warm_up import leaves_no_trace, warm_up
 from rlframe.models.checkpoint import CheckpointReader
 from rlframe.models.config import HEAD
 from rlframe.models.hub import load_family, read_config, resolve
@@ -330,6 +331,16 @@ class Trainer:
             self.following.follow(self.setup.reference_update.mix)
         self._weights_changed()
         return results
+
+    def warm_up(self) -> None:
+        """Runs a small pass, so that the first step need not wait for libraries and kernels. Nothing is trained. Models
+        with a head, and those in which a pass would show, are left as they are."""
+        architecture = self.model.architecture
+        if architecture.num_outputs is None and leaves_no_trace(architecture, self.setup.train):
+            self.optimizer.biases.note()
+            warm_up(self.model, self.setup.train, temperature=self.setup.temperature)
+            self.optimizer.biases.put_back()
+            self.expert_load.counts.zero_()
 
     def sleep(self) -> Moved:
         """See SleepingMemory."""

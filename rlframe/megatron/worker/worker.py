@@ -122,6 +122,10 @@ class MegatronWorker(MegatronRank, TrainerRank):
         steps = self.trainer.train([share.microbatches() for share in shares], algorithm, first_step=first_step)
         return Trained(steps=steps, seconds=time.perf_counter() - begun, memory=used())
 
+    def warm_up(self) -> None:
+        """See Trainer.warm_up."""
+        self.trainer.warm_up()
+
     def sleep(self) -> Moved:
         """See Trainer.sleep."""
         return self.trainer.sleep()

@@ -119,6 +119,9 @@ def start(parts: Parts, models_trained: Trained, engines: list[RolloutGroup]) ->
     if at_once:
         begin(engines)
     models_trained.start(parts)
+    if parts.device.type == "cuda":
+        # Engines import and start meanwhile.
+        models_trained.policy.warm_up()
     if at_once:
         # While the engines start.
         models_trained.policy.warm_up_sync(sent_channel(parts.config))

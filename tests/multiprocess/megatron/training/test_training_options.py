@@ -34,8 +34,11 @@ AUX, Z = 0.3, 0.2
 RATE = 0.01
 EXPERTS, TOPK, LAYERS = 8, 2, 2
 OVERLAP = CommunicationConfig(overlap_grad_reduce=True, overlap_param_gather=True, bucket_parameters=4000)
+WARMED = "warmed"
+"""The case whose ranks warm up first."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
+    WARMED: {},
     "again": {"deterministic": True},
     "overlap": {"communication": OVERLAP, "epochs_per_batch": 2},
     "sleep": {"offload_optimizer": True},
@@ -49,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "narrow": {"moe": MoeConfig(capacity_factor=0.5, allow_token_drop=True)},
     "frozen": {"moe": MoeConfig(freeze_router=True)},
 }
-SAME_BITS = ["again", "overlap", "sleep", "block", "selective"]
+SAME_BITS = [WARMED, "again", "overlap", "sleep", "block", "selective"]
 SAME_NUMBERS = ["allgather", "roomy"]
 
 
@@ -118,6 +121,8 @@ def on_rank(rank: int, init_method: str, folder: str, with_biases: str) -> dict[
     found: dict[str, Any] = {}
     for name, options in CASES.items():
         trainer = start(rank, f"{init_method}{name}", folder, **{"parallel": "d2e2"} | options)
+        if name == WARMED:
+            trainer.warm_up()
         found[name] = two_steps(trainer, mine(trainer))
         torch.use_deterministic_algorithms(False)
         shutdown()

@@ -103,20 +103,23 @@ class SglangConfig(ServedConfig):
             hint="use rollout=vllm, or remove it",
         )
 
-    def quantization_faults(self, architecture: Architecture, *, cuda: bool) -> Iterator[Fault]:  # noqa: ARG002
+    def quantization_faults(self, architecture: Architecture, *, cuda: bool) -> Iterator[Fault]:
         """See RolloutConfig."""
-        for name, value, plain in (
-            ("quantization", self.engine_format, EngineFormat.NONE),
-            ("kv_cache_dtype", self.cache_format, CacheFormat.AUTO),
-        ):
-            if value is not plain:
-                yield Fault(
-                    f"rollout.{name}",
-                    f"must be {plain} with rollout.name=sglang",
-                    got=value,
-                    why="rlframe has it for vLLM only, so far",
-                    hint="or use rollout=vllm",
-                )
+        if self.engine_format is not EngineFormat.NONE and not cuda:
+            yield Fault(
+                "rollout.quantization",
+                f"must be none for {architecture.model_type} on a CPU with rollout.name=sglang",
+                got=self.engine_format,
+                why="SGLang repacks weights in FP8 there, so that they cannot be written in place",
+            )
+        if self.cache_format is not CacheFormat.AUTO:
+            yield Fault(
+                "rollout.kv_cache_dtype",
+                "must be auto with rollout.name=sglang",
+                got=self.cache_format,
+                why="rlframe has it for vLLM only, so far",
+                hint="or use rollout=vllm",
+            )
 
     def faults(self, architecture: Architecture) -> Iterator[Fault]:
         """See RolloutConfig."""

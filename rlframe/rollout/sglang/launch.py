@@ -22,6 +22,7 @@ from rlframe.models.remote_code import runs_config
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES, token_bytes
 from rlframe.rollout.served.plain import overrides_of
+from rlframe.rollout.served.quantized import stated_format
 from rlframe.rollout.sglang.border import EngineHost
 from rlframe.rollout.sglang.config import SglangConfig
 from rlframe.utils.calls import RankCall
@@ -92,7 +93,7 @@ def engine_arguments(
         "grammar_backend": "none",
         # The other backends assert that no request has a seed.
         "sampling_backend": "pytorch",
-        "model_loader_extra_config": json.dumps({"rlframe": {"random_seed": random_seed, "stop_tokens": stop_tokens}}),
+        "model_loader_extra_config": json.dumps({"rlframe": loader_settings(config, random_seed, stop_tokens)}),
         # Otherwise a scheduler without requests keeps a core busy.
         "sleep_on_idle": True,
         "enable_return_routed_experts": with_routes,
@@ -111,11 +112,24 @@ def engine_arguments(
         tokens = int(cache_bytes / token_bytes(architecture, tp=config.tp, itemsize=dtype.itemsize))
         options |= {"max_total_tokens": max(tokens, max_length + ROOM)}
     options |= config.engine_options
-    if plain := overrides_of(folder):
-        given = json.loads(options.get("json_model_override_args") or "{}")
-        inner = {"text_config": given.get("text_config", {}) | plain["text_config"]} if "text_config" in plain else {}
-        options["json_model_override_args"] = json.dumps(given | plain | inner)
+    if changed := overrides(folder, config):
+        options["json_model_override_args"] = json.dumps(changed)
     return options
+
+
+def loader_settings(config: SglangConfig, random_seed: int | None, stop_tokens: list[int]) -> dict[str, Any]:
+    """Returns settings of `worker.RecordingLoader` and of the sampler."""
+    return {"random_seed": random_seed, "stop_tokens": stop_tokens, "engine_format": config.quantization.value}
+
+
+def overrides(folder: Path, config: SglangConfig) -> dict[str, Any]:
+    """Returns the changes of config.json, with the user's, or nothing if there are only the user's."""
+    plain, stated = overrides_of(folder), stated_format(folder, config.quantization)
+    if not plain and not stated:
+        return {}
+    given = json.loads(config.engine_options.get("json_model_override_args") or "{}")
+    inner = {"text_config": given.get("text_config", {}) | plain["text_config"]} if "text_config" in plain else {}
+    return given | plain | inner | stated
 
 
 def refuse_device(config: SglangConfig, *, dtype: torch.dtype, cuda: bool) -> None:

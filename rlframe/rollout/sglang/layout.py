@@ -17,7 +17,9 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rollout.served.plain import overrides_of
+from rlframe.rollout.served.quantized import formats, shapes, stated_format
 from rlframe.rollout.served.simulated_ranks import SimulatedGroup, record_ranks, split_faults, without_memory
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
@@ -78,12 +80,20 @@ def faults(architecture: Architecture, *, tp: int, ep: bool) -> list[Fault]:
     return found
 
 
-def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = False) -> list[MemoryLayout]:
+def engine_layouts(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    tp: int = 1,
+    ep: bool = False,
+    engine_format: EngineFormat = EngineFormat.NONE,
+) -> list[MemoryLayout]:
     """Returns the layout of each of the `tp` ranks of an engine, in the order of ranks.
 
     Args:
         folder: needs config.json only.
         ep: each rank holds whole experts, instead of a slice of each.
+        engine_format: number format of matrices in layers.
 
     Raises:
         ConfigError: SGLang cannot be imported here, or cannot split the model over `tp` ranks.
@@ -94,8 +104,10 @@ def engine_layouts(folder: Path, *, dtype: torch.dtype, tp: int = 1, ep: bool = 
     architecture = family.architecture(read_config(folder))
     if found := faults(architecture, tp=tp, ep=ep):
         raise ConfigError(found)
-    arguments = _arguments(folder, dtype=dtype, tp=tp, ep=ep)
-    return record_ranks(family.tensors(architecture), tp=tp, play=lambda rank: _play(rank, arguments))
+    arguments = _arguments(folder, dtype=dtype, tp=tp, ep=ep, engine_format=engine_format)
+    tensors = shapes(family.tensors(architecture), engine_format)
+    dtypes = None if engine_format is EngineFormat.NONE else formats(tensors, dtype)
+    return record_ranks(tensors, tp=tp, play=lambda rank: _play(rank, arguments), dtypes=dtypes)
 
 
 def tie(model: Any, config: Any) -> None:
@@ -112,7 +124,9 @@ def tie(model: Any, config: Any) -> None:
         output.weight = embedding.weight
 
 
-def _arguments(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
+def _arguments(
+    folder: Path, *, dtype: torch.dtype, tp: int, ep: bool, engine_format: EngineFormat = EngineFormat.NONE
+) -> Any:
     """Returns SGLang's resolved ServerArgs of an engine with these settings."""
     server_args: Any = importlib.import_module("sglang.srt.server_args")
     arguments = server_args.ServerArgs(
@@ -128,7 +142,7 @@ def _arguments(folder: Path, *, dtype: torch.dtype, tp: int, ep: bool) -> Any:
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_cuda_graph=True,
-        json_model_override_args=json.dumps(overrides_of(folder)),
+        json_model_override_args=json.dumps(overrides_of(folder) | stated_format(folder, engine_format)),
     )
     # SGLang 0.5.17 does it when the object is created.
     if hasattr(arguments, "resolve_once"):
@@ -148,8 +162,9 @@ def _play(rank: int, arguments: Any) -> Iterator[Any]:
         runtime_context.get_context().set_server_args(arguments)
         try:
             config = ModelConfig.from_server_args(arguments)
+            quantization = loader._get_quantization_config(config, LoadConfig())
             with without_memory(config.dtype):
-                model = loader._initialize_model(config, LoadConfig())
+                model = loader._initialize_model(config, LoadConfig(), quantization)
             tie(model, config.hf_config)
             yield model
         finally:

@@ -26,7 +26,9 @@ from sglang.srt.model_executor.model_runner_components import load_model_utils
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor
 
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rollout.served.plain import dequantized_weights, is_quantized
+from rlframe.rollout.served.quantized import formats, quantized_weights, shapes
 from rlframe.rollout.served.recording import (
     LoadNotes,
     checkpoint_tensors,
@@ -90,14 +92,16 @@ class RecordingLoader(DefaultModelLoader):
     quantised ones stand for, on the same path.
 
     `model_loader_extra_config` holds under `SETTINGS` a `random_seed` or null: the weights are then those of
-    `models.random_init`.
+    `models.random_init`; and `engine_format`, in which matrices are held.
     """
 
     def __init__(self, load_config: Any):
         load_config = copy.copy(load_config)
         extra = load_config.model_loader_extra_config
         extra = dict(json.loads(extra) if isinstance(extra, str) else extra)
-        self._random_seed: int | None = extra.pop(SETTINGS)["random_seed"]
+        settings = extra.pop(SETTINGS)
+        self._random_seed: int | None = settings["random_seed"]
+        self._format = EngineFormat(settings["engine_format"])
         load_config.model_loader_extra_config = extra
         super().__init__(load_config)
         self._tensors: dict[str, tuple[int, ...]] = {}
@@ -109,7 +113,8 @@ class RecordingLoader(DefaultModelLoader):
 
     def load_model(self, *, model_config: Any, device_config: Any) -> Any:
         """Returns the model, loaded and post-processed by SGLang, with its `LoadNotes`."""
-        self._tensors = checkpoint_tensors(Path(model_config.model_path))
+        self._tensors = dict(shapes(checkpoint_tensors(Path(model_config.model_path)), self._format))
+        self._dtype = model_config.dtype
         self._hf_config = model_config.hf_config
         model = super().load_model(model_config=model_config, device_config=device_config)
         if self._layout is not None and (
@@ -117,7 +122,13 @@ class RecordingLoader(DefaultModelLoader):
         ):
             self._layout, self._refusal = None, changed
         notes = LoadNotes(
-            self._tensors, frozenset(self._places), self._layout, self._refusal, self._record_s, self._formats
+            self._tensors,
+            frozenset(self._places),
+            self._layout,
+            self._refusal,
+            self._record_s,
+            self._formats,
+            quantized=self._format is not EngineFormat.NONE,
         )
         setattr(model, NOTES, notes)
         if self._refusal:
@@ -130,19 +141,31 @@ class RecordingLoader(DefaultModelLoader):
         write_cache_apart(model)
         self._places = places(dict(model.named_parameters()))
         started = time.perf_counter()
-        self._layout, self._refusal = record_model(model.load_weights, dict(model.named_parameters()), self._tensors)
+        dtypes = formats(self._tensors, self._dtype) if self._format is not EngineFormat.NONE else None
+        parameters = dict(model.named_parameters())
+        self._layout, self._refusal = record_model(model.load_weights, parameters, self._tensors, dtypes)
         self._record_s = time.perf_counter() - started
         self._formats = formats_of(self._layout, dict(model.named_parameters()), self._tensors)
         super().load_weights_and_postprocess(model, weights, target_device)
 
     def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields the checkpoint's tensors, or random ones, as this engine holds them."""
+        plain = self._plain_weights(model_config, model)
+        if self._format is EngineFormat.NONE:
+            yield from plain
+            return
+        device = str(next(model.parameters()).device)
+        yield from quantized_weights(plain, self._format, dtype=self._dtype, device=device)
+
+    def _plain_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields the checkpoint's tensors, or random ones. Tensors are drawn and dequantised only if this rank holds
         part of them."""
         folder = Path(model_config.model_path)
         if self._random_seed is None and not is_quantized(folder):
             yield from super()._get_all_weights(model_config, model)
             return
-        held = [name for name in self._tensors if self._layout is None or name in self._layout.boxes]
+        tensors = checkpoint_tensors(folder)
+        held = [name for name in tensors if self._layout is None or name in self._layout.boxes]
         if self._random_seed is None:
             yield from dequantized_weights(folder, held)
             return
@@ -227,7 +250,7 @@ class Rank(SchedulerRank):
         self._context = zmq.Context()
         self._reload = Reload(runner, notes)
         # Before SGLang 0.5.21 nothing repacks the weights after a stream.
-        can_reload = notes.layout is not None or hasattr(runner.weight_updater, "end_weight_update")
+        repacks = notes.layout is not None or hasattr(runner.weight_updater, "end_weight_update")
         self._destination = WeightDestination(
             notes.layout,
             dict(runner.model.named_parameters()),
@@ -236,7 +259,7 @@ class Rank(SchedulerRank):
             device=self._device,
             formats=notes.formats,
             refusal=notes.refusal,
-            reload=self._reload if can_reload else None,
+            reload=self._reload if repacks and not notes.quantized else None,
             record_s=notes.record_s,
         )
 

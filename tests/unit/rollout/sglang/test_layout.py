@@ -1,7 +1,8 @@
 """The layouts of SGLang's ranks, recorded without an engine."""
 
 import importlib.util
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlframe.models.quantized.blocks import EngineFormat
+from rlframe.rollout.served.quantized import quantized_weights
 from rlframe.rollout.sglang import layout as sglang_layout
 from rlframe.tools import plan_sync
 from rlframe.utils.errors import ConfigError
@@ -50,6 +53,39 @@ def test_the_recording_replays_what_sglang_loads(
             assert torch.equal(value, replayed[parameter]), f"rank {rank}: {parameter}"
     for tensor, shape in layouts[0].tensors.items():
         assert (copies(layouts, tensor, shape) > 0).all(), f"{tensor} is nowhere in part"
+
+
+@pytest.mark.parametrize(("name", "tp", "ep"), [("qwen3", 2, False), ("qwen3_moe", 2, False), ("qwen3_moe", 2, True)])
+def test_the_recording_of_fp8_blocks_replays_what_sglang_loads(
+    name: str, tp: int, ep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
+    make_model(name, tmp_path, **wide, **({"moe_intermediate_size": 256} if "moe" in name else {}))
+    fp8, weights = EngineFormat.FP8_BLOCK, load_file(tmp_path / "model.safetensors")
+    checkpoint = dict(quantized_weights(weights.items(), fp8, dtype=torch.bfloat16, device="cpu"))
+    split: dict[str, Any] = {"dtype": torch.bfloat16, "tp": tp, "ep": ep, "engine_format": fp8}
+    layouts = sglang_layout.engine_layouts(tmp_path, **split)
+    monkeypatch.setattr(sglang_layout, "without_memory", default_dtype)
+    for rank, layout in enumerate(layouts):
+        with sglang_layout._play(rank, sglang_layout._arguments(tmp_path, **split)) as model, torch.no_grad():
+            model.load_weights(checkpoint.items())
+            loaded = dict(model.named_parameters())
+        replayed = replay(layout, {name: value.bfloat16().float() for name, value in checkpoint.items()})
+        assert loaded.keys() == replayed.keys()
+        assert {value.dtype for value in loaded.values()} == {torch.bfloat16, torch.float32, torch.float8_e4m3fn}
+        for parameter, value in loaded.items():
+            assert torch.equal(value.bfloat16().float(), replayed[parameter]), f"rank {rank}: {parameter}"
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Has models that are made inside in `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def copies(layouts: list[MemoryLayout], tensor: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframe.megatron.adam.table import STATES, Kind, Shard, Table
+from rlframe.megatron.adam.table import ALIGNMENT, STATES, Kind, Shard, Table
 from rlframe.megatron.checkpoint import moments
 from rlframe.utils.errors import RlframeError
 
@@ -47,6 +47,19 @@ class AdamStep:
             part.optimizer.step = lambda index=index: self._update(index)
             # The kernel writes these, too.
             part._copy_main_params_to_model_params = MethodType(lambda _: None, part)
+
+    def warm_up(self, moment_format: torch.dtype) -> None:
+        """Compiles the kernels, by a step of a few zeros.
+
+        Args:
+            moment_format: number format of the moments, which need not be there yet.
+        """
+        for part in self.parts:
+            for kind in () if part.is_stub_optimizer else formats_of(part, moment_format):
+                table = Table(kind, [zeros(kind, self.device)])
+                table.look()
+                table.squares()
+                table.update({**part.optimizer.param_groups[kind.group], "step": 1}, 1.0)
 
     def gradient_norm(self) -> float:
         """Returns the gradient norm of all ranks before clipping, and notes by how much the next step clips."""
@@ -89,6 +102,33 @@ def tables_of(part: Any) -> list[Table]:
     for kind, shard in shards_of(part):
         kinds.setdefault(kind, []).append(shard)
     return [Table(kind, shards) for kind, shards in kinds.items()]
+
+
+def formats_of(part: Any, moment_format: torch.dtype) -> set[Kind]:
+    """Returns a kind for each combination of number formats of a part's tensors, all of the first group."""
+    return {
+        Kind(
+            group=0,
+            gradients=parameter.main_grad.dtype,
+            weights=parameter.dtype,
+            moments=moment_format,
+            remainders=moments.main_weights(part, parameter).dtype == torch.bfloat16,
+        )
+        for parameter, elements, _ in moments.owned(part)
+        if elements.start != elements.stop
+    }
+
+
+def zeros(kind: Kind, device: torch.device) -> Shard:
+    """Returns tensors of a kind, of ALIGNMENT elements."""
+
+    def made(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(ALIGNMENT, dtype=dtype, device=device)
+
+    main = made(torch.int16 if kind.remainders else torch.float32)
+    weight = main if kind.weights == torch.float32 else made(kind.weights)
+    state = {name: made(kind.moments) for name in STATES}
+    return Shard(made(kind.gradients), weight, state, main, counts=True)
 
 
 def shards_of(part: Any) -> Iterator[tuple[Kind, Shard]]:

@@ -341,6 +341,8 @@ class Trainer:
             warm_up(self.model, self.setup.train, temperature=self.setup.temperature)
             self.optimizer.biases.put_back()
             self.expert_load.counts.zero_()
+            if self.optimizer.adam:
+                self.optimizer.adam.warm_up(MOMENT_DTYPES[self.setup.train.optimizer.moment_dtype])
 
     def sleep(self) -> Moved:
         """See SleepingMemory."""

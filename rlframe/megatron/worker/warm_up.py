@@ -16,7 +16,9 @@ from rlframe.megatron.model.model import Model
 from rlframe.models.families.base import Architecture
 from rlframe.types.batch import Batch
 
-GROUPS, GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 2, 16, 16
+SHAPES = ((2, 16, 16), (4, 48, 16))
+"""Responses, tokens of the prompt and of each response of the group in each micro-batch. With shared prompts attention
+to the first group is one call, and to the second, which reads more than two keys for each row, it is two."""
 
 
 def leaves_no_trace(architecture: Architecture, train: TrainConfig) -> bool:
@@ -35,27 +37,30 @@ def warm_up(model: Model, train: TrainConfig, *, temperature: float) -> None:
 
 
 def microbatches(model: Model, train: TrainConfig) -> list[Microbatch]:
-    """Returns the micro-batches of groups with equal prompts. All data-parallel ranks have the same."""
-    batch = tokens(min(PROMPT_TOKENS + RESPONSE_TOKENS, train.sequence_tokens), model.architecture.vocab_size)
-    weights: Tensor = batch.loss_mask / batch.loss_mask.sum()
-    limits = {"num_ranks": 1, "max_tokens": train.sequence_tokens, "share_prompts": train.share_prompts}
-    (share,), _ = split(batch, weights, **limits)
-    return share.microbatches()
+    """Returns a micro-batch for each of SHAPES. All data-parallel ranks have the same."""
+    found = []
+    for responses, prompt, response in SHAPES:
+        # A budget may be smaller.
+        part = min(1.0, train.sequence_tokens / (prompt + response))
+        batch = group(responses, int(prompt * part), max(1, int(response * part)), model.architecture.vocab_size)
+        weights: Tensor = batch.loss_mask / batch.loss_mask.sum()
+        limits = {"num_ranks": 1, "max_tokens": train.sequence_tokens, "share_prompts": train.share_prompts}
+        (share,), _ = split(batch, weights, **limits)
+        found += share.microbatches()
+    return found
 
 
-def tokens(length: int, vocab_size: int) -> Batch:
-    """Returns GROUPS groups of sequences of so many tokens, which differ in the second half."""
-    count = GROUPS * GROUP_SIZE
-    ids = torch.arange(count * length).view(count, length)
-    response = torch.arange(length) >= (length + 1) // 2
-    prompt = ids[::GROUP_SIZE].repeat_interleave(GROUP_SIZE, 0)
-    mask = response.expand(count, length).flatten()
+def group(responses: int, prompt: int, response: int, vocab_size: int) -> Batch:
+    """Returns so many different responses to one prompt, each of so many tokens."""
+    length = prompt + response
+    ids = torch.arange(responses * length).view(responses, length)
+    ids[:, :prompt] = ids[0, :prompt].clone()
     return Batch(
-        token_ids=torch.where(response, ids, prompt).flatten() % vocab_size,
-        lengths=torch.full((count,), length),
-        loss_mask=mask,
-        rollout_logprobs=torch.zeros(count * length),
-        group=torch.arange(GROUPS).repeat_interleave(GROUP_SIZE),
-        rewards=torch.zeros(count),
-        versions=torch.zeros(count * length, dtype=torch.int32),
+        token_ids=ids.flatten() % vocab_size,
+        lengths=torch.full((responses,), length),
+        loss_mask=(torch.arange(length) >= max(1, prompt)).expand(responses, length).flatten(),
+        rollout_logprobs=torch.zeros(responses * length),
+        group=torch.zeros(responses, dtype=torch.int64),
+        rewards=torch.zeros(responses),
+        versions=torch.zeros(responses * length, dtype=torch.int32),
     )

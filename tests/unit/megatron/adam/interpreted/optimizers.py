@@ -28,7 +28,7 @@ def trained(rank: int, init_method: str, folder: str, parallel: str, by_kernels:
 
     where = platform.resolve(Device.CPU)
     platform.install(where)
-    from rlframe.megatron.adam.step import AdamStep
+    from rlframe.megatron.adam.step import AdamStep, formats_of
     from rlframe.megatron.checkpoint.moments import parts
     from rlframe.megatron.worker.trainer import Trainer
 
@@ -43,6 +43,7 @@ def trained(rank: int, init_method: str, folder: str, parallel: str, by_kernels:
     taken: list[float] = []
     if by_kernels:
         trainer.optimizer.adam = counted(AdamStep, trainer.optimizer.chained_optimizers, where, taken)
+        trainer.warm_up()
     batch = sequences()
     ranks = 2 if "d2" in parallel else 1
     shares, _ = split(batch, weights_of(batch), num_ranks=ranks, max_tokens=200, share_prompts=False)
@@ -54,12 +55,16 @@ def trained(rank: int, init_method: str, folder: str, parallel: str, by_kernels:
         for state in part.optimizer.state.values():
             state["exp_avg"].neg_()
     results += trainer.train([microbatches] * 2, Weighted(), first_step=2)
+    if by_kernels:
+        for part, tables in zip(trainer.optimizer.adam.parts, trainer.optimizer.adam._tables, strict=True):
+            assert formats_of(part, torch.float32) == {table.kind._replace(group=0) for table in tables}
     state = pathlib.Path(folder) / f"state_{by_kernels}"
     state.mkdir(exist_ok=True)
     save(trainer, state)
     if by_kernels:
         # As in the process of a run that is resumed.
         trainer.optimizer.adam = counted(AdamStep, trainer.optimizer.chained_optimizers, where, taken)
+        trainer.warm_up()
     trainer.load(state, num_optimizer_steps=4)
     results += trainer.train([microbatches], Weighted(), first_step=4)
     return {

@@ -205,6 +205,7 @@ def main() -> None:
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of TrainConfig, YAML values"
     )
     parser.add_argument("--profile", action="store_true", help="two more steps, by group of kernels and by operation")
+    parser.add_argument("--warm-up", action="store_true", help="warm the ranks up first, as a run with engines does")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"machine": machine(), "peak_tflops": PEAK_FLOPS / 1e12, "cases": {}}
     print(json.dumps(result["machine"]), flush=True)
@@ -212,7 +213,8 @@ def main() -> None:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             train = settings(CASES[name], arguments.set)
-            outcome = run_case(CASES[name], train, folder, arguments.logs or folder / "logs", arguments.profile, stack)
+            logs, options = arguments.logs or folder / "logs", {"warm_up": arguments.warm_up}
+            outcome = run_case(CASES[name], train, folder, logs, arguments.profile, stack, **options)
         result["cases"][name] = outcome
         print(name, json.dumps(outcome), flush=True)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -240,6 +242,7 @@ def run_case(
     stack: ExitStack,
     *,
     with_floor: bool = True,
+    warm_up: bool = False,
 ) -> dict[str, Any]:
     """Start the policy, take the steps, and say what they cost."""
     config = MODELS[case.model] | ({"num_hidden_layers": case.num_layers} if case.num_layers else {})
@@ -251,6 +254,7 @@ def run_case(
     policy = start(ModelConfig(path=str(make_model(config, folder / "model")), random_init=True), train, logs, stack)
     start_s = time.perf_counter() - begun
     batch = make_batch(case, config["vocab_size"], count=case.microbatches * dp)
+    warm_up_s = warmed_up(policy) if warm_up else None
     first_train_s, train_s = timed(lambda: policy.train(batch))
     first_logprobs_s, logprobs_s = timed(lambda: policy.logprobs(batch))
     flops = flops_per_token(config, case.lengths)
@@ -264,6 +268,7 @@ def run_case(
         "microbatches_per_rank": case.microbatches,
         "gpus": world,
         "start_s": start_s,
+        "warm_up_s": warm_up_s,
         "first_train_s": first_train_s,
         "first_logprobs_s": first_logprobs_s,
         "train_s": {"median": seconds, "best": min(train_s), "all": train_s},
@@ -341,6 +346,15 @@ def make_batch(case: Case, vocab_size: int, *, count: int) -> TrainBatch:
         versions=torch.zeros(total, dtype=torch.int64),
         advantages=torch.randn(total, generator=generator) * mask,
     )
+
+
+def warmed_up(policy: PolicyGroup) -> float:
+    """Seconds in which all ranks have warmed up."""
+    begun = time.perf_counter()
+    policy.warm_up()
+    # A rank's calls come in their order.
+    on_workers(policy, peak_memory)
+    return time.perf_counter() - begun
 
 
 def timed(call: Any) -> tuple[float, list[float]]:

@@ -50,6 +50,13 @@ APPLIED = re.compile(
 """Pattern of a function of a number, which outside of LaTeX would be read as that number."""
 SCIENTIFIC = re.compile(r"(?<![\w.,\\])(\d+\.\d+[eE][+-]?\d{1,2}|\d+[eE](?:[+-]0)?\d{1,2})(?![\w^]|\.\d)")
 """Pattern of a number with a power of ten. `2e-1` is none: it may be of Euler's number."""
+THOUSANDS = re.compile("(?<=\\d)(?<!\\d{4})(?:\\\\[,:; ]|\\\\thinspace\\s*|[\u00a0\u2009\u202f])(?=\\d{3}(?!\\d))")
+"""Pattern of the narrow spaces between thousands, of LaTeX and of typography, after which math-verify reads a factor or
+another number."""
+REPEATING = re.compile(r"(?<![\w.,])(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))")
+"""Pattern of a decimal number whose last digits repeat, of which math-verify reads what comes before them."""
+BOXED_POINT = re.compile(r"(?<=\d)\.(?=\s*\})")
+"""Pattern of a point behind the number in a box, which math-verify then does not read."""
 MINUS = re.compile("\u2212|\u2013(?=[\\d.\\\\])")
 """Pattern of a minus in a character of its own. A dash is one directly before a number."""
 EITHER = re.compile(r"-?\d+[,:]\d+")
@@ -115,7 +122,8 @@ def _said(text: str) -> list:
 def _spelled_out(text: str) -> str:
     """Returns a text with its roots, powers, fractions, functions, minuses and pi as math-verify reads them. It reads 2
     of `2 sqrt(3)`, and of `ln 2`."""
-    text = SCIENTIFIC.sub(lambda number: f"{Decimal(number[0]):f}", MINUS.sub("-", text))
+    text = REPEATING.sub(_whole_fraction, BOXED_POINT.sub("", THOUSANDS.sub("", MINUS.sub("-", text))))
+    text = SCIENTIFIC.sub(lambda number: f"{Decimal(number[0]):f}", text)
     text = FUNCTION.sub(r"\\\1", APPLIED.sub(r"\\\1(\2)", text))
     text = ROOT.sub(lambda root: rf"\sqrt{{{root['group'] or root['number'] or ''}}}", text)
     text = POWER.sub(lambda power: f"^{{{_plain(power[0])}}}", text)
@@ -131,6 +139,14 @@ def _one_fraction(mixed: re.Match[str]) -> str:
     """Returns `7/2` for `3 1/2`. What is no number and a fraction below 1 stays."""
     whole, above, below = (int(each.replace(",", "")) for each in mixed.groups())
     return f"{whole * below + above}/{below}" if 0 < above < below else mixed[0]
+
+
+def _whole_fraction(repeating: re.Match[str]) -> str:
+    r"""Returns `\frac{1}{3}` for `0.\overline{3}`."""
+    whole, before, several, one = repeating.groups(default="")
+    again = several or one
+    above = int(whole + before + again) - int(whole + before or "0")
+    return rf"\frac{{{above}}}{{{(10 ** len(again) - 1) * 10 ** len(before)}}}"
 
 
 def _marked(text: str) -> list:

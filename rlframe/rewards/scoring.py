@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import numpy as np
-
 from rlframe.processes.work import Limits, TaskFailed, Work
 from rlframe.rewards.base import METHODS, Attempt, Reward, Score, Scores, build_reward
 from rlframe.rewards.config import LARGEST_SCORE, Per, RewardTerm
@@ -83,6 +81,8 @@ def checked(found: Any, attempts: Sequence[Attempt]) -> list[Scores]:
     Raises:
         TaskFailed: what a reward gave are no scores.
     """
+    # Arrays of numpy and tensors of torch.
+    found = found.tolist() if hasattr(found, "tolist") else found
     if not is_list(found) or len(found) != len(attempts):
         raise TaskFailed(
             f"a reward per group must be a list of {len(attempts)}, one for each attempt, got {found!r:.60}"
@@ -112,8 +112,9 @@ def _is_small(number: Any) -> bool:
 def _score(found: Any) -> Score:
     if found is None:
         return None
-    # numpy's truth values are no numbers to Python, whose whole numbers may be larger than any float.
-    number = float(found) if isinstance(found, np.floating | np.integer | np.bool_) else found
+    # Scalars of numpy and torch, whose truth values are no numbers to Python.
+    number = found.item() if getattr(found, "ndim", None) == 0 else found
+    # Python's whole numbers may be larger than any float.
     if not isinstance(number, Real) or not _is_small(number):
         raise TaskFailed(
             f"a reward must be a finite number of at most {LARGEST_SCORE:g} in size, or None, got {found!r:.60}"

@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from latex2sympy2_extended.antlr_parser import PSParser
 
 from rlframe.processes.work import TaskFailed
@@ -290,6 +291,15 @@ def test_a_users_function_gets_only_the_fields_it_names(user_file: str) -> None:
 def test_numbers_and_truth_values_of_numpy_are_scores() -> None:
     found = [np.equal("5", "5"), np.float32(0.5), np.int64(-2), True]
     assert checked(found, [attempt("5", "5")] * 4) == [1.0, 0.5, -2.0, 1.0]
+
+
+def test_arrays_and_tensors_are_scores_of_a_group() -> None:
+    attempts = [attempt("5", "5")] * 2
+    for found in (np.array([1, -0.5]), torch.tensor([1, -0.5], requires_grad=True), [torch.tensor(True), -0.5]):
+        assert checked(found, attempts) == [1.0, -0.5]
+    for wrong in (np.array(1.0), np.ones(3), np.ones((2, 2)), torch.tensor([1.0, torch.nan])):
+        with pytest.raises(TaskFailed, match="a reward"):
+            checked(wrong, attempts)
 
 
 @pytest.mark.parametrize(

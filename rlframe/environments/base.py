@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar
 
+import numpy as np
+
 from rlframe.environments.config import EnvironmentConfig, Verdict
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
@@ -70,8 +72,9 @@ class Step:
         if isinstance(self.messages, str | bytes | Mapping) or not isinstance(self.messages, Sequence):
             raise TypeError(f"Step.messages must be a list of messages, got {self.messages!r:.80}")
         object.__setattr__(self, "messages", [checked(message) for message in self.messages])
-        if not isinstance(self.done, bool):
+        if not isinstance(self.done, bool | np.bool_):
             raise TypeError(f"Step.done must be True or False, got {self.done!r:.80}")
+        object.__setattr__(self, "done", bool(self.done))
         object.__setattr__(self, "verdict", Verdict(self.verdict))
         object.__setattr__(self, "reward", number("Step.reward", self.reward))
         if not isinstance(self.metrics, Mapping) or any(not isinstance(name, str) for name in self.metrics):
@@ -266,12 +269,12 @@ def opened(messages: Any) -> list[Message]:
 
 
 def number(name: str, value: Any) -> float:
-    """Returns a finite number.
+    """Returns a finite number, which a truth value is too.
 
     Raises:
         TypeError, ValueError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not isinstance(value, Real | np.bool_):
         raise TypeError(f"{name} must be a number, got {value!r:.80}")
     found = float(value)
     if not math.isfinite(found) or abs(found) > LARGEST_REWARD:

@@ -95,7 +95,7 @@ class Gymnasium(Stepping):
         action = self.action_of(text)
         observation, reward, terminated, truncated, info = await self._do(partial(self._env.step, action))
         done = bool(terminated or truncated)
-        metrics = {name: measured(name, info[name]) for name in self._config.metrics if name in info}
+        metrics = {name: number(f"info[{name!r}]", info[name]) for name in self._config.metrics if name in info}
         return Outcome(
             values={} if done else await self._do(partial(self._values, observation, info)),
             reward=float(reward),
@@ -164,11 +164,6 @@ def from_json(space: Any, value: Any) -> Any:
     if np.asarray(action).dtype.kind in "iu" and not np.array_equal(action, value):
         raise ValueError("it must be of whole numbers")
     return action
-
-
-def measured(name: str, value: Any) -> float:
-    """Returns a number of `info`, where whether something has been reached is often a truth value of numpy's."""
-    return float(value) if isinstance(value, bool | np.bool_) else number(f"info[{name!r}]", value)
 
 
 def maker(config: GymnasiumConfig) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlframe.environments.base import Step, find_environment
@@ -40,6 +41,9 @@ def test_commands_are_limited_and_functions_are_not(monkeypatch: pytest.MonkeyPa
     [
         (None, Step(done=True)),
         (1, Step(done=True, reward=1.0)),
+        (True, Step(done=True, reward=1.0)),  # such as said == prompt.answer
+        ({"reward": np.False_, "metrics": {"solved": True}}, Step(done=True, metrics={"solved": 1.0})),
+        (Step(done=np.all([True]), reward=np.equal("5", "5")), Step(done=True, reward=1.0)),  # pyright: ignore[reportArgumentType]
         ({"metrics": {"tries": 2}, "verdict": "mask"}, Step(done=True, metrics={"tries": 2.0}, verdict=Verdict.MASK)),
         (Step(reward=0.5, verdict=Verdict.RETRY), Step(done=True, reward=0.5, verdict=Verdict.RETRY)),
     ],
@@ -48,7 +52,7 @@ def test_what_an_agent_says_ends_its_attempt(said: Any, expected: Step) -> None:
     assert outcome_of(said) == expected
 
 
-@pytest.mark.parametrize("said", ["good", [1.0], True, float("nan"), 1e9, {"score": 1.0}, {"verdict": "great"}])
+@pytest.mark.parametrize("said", ["good", [1.0], float("nan"), 1e9, {"score": 1.0}, {"verdict": "great"}])
 def test_what_is_no_outcome_is_refused(said: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         outcome_of(said)

@@ -1,9 +1,11 @@
 """Scoring by a judge in engines of the run, whose score is added to the other rewards."""
 
 import hashlib
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,16 +16,18 @@ from rlframe.loops.sampling.scoring import Scorer
 from rlframe.rewards.config import JUDGE_PART
 from rlframe.rewards.judge.question import UNPARSABLE, QuestionConfig, shown
 from rlframe.rewards.judge.reading import BEGIN_THOUGHTS, Unreadable, read
-from rlframe.rewards.runner import attempt_of
+from rlframe.rewards.runner import TRIED_AT_LEAST, attempt_of
 from rlframe.types.input import ModelInput
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Rollout, SamplingParams, weighted_sum
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
-from rlframe.utils.errors import DataError, RewardError
+from rlframe.utils.errors import DataError, RewardError, RlframeError
 
+logger = logging.getLogger(__name__)
 TOO_LONG, TIMED_OUT, FAILED = "too_long", "timed_out", "failed"
 """Troubles of questions that the judge does not answer."""
+REASONS = {TOO_LONG: "the question leaves no room for a reply", TIMED_OUT: "there was no reply in time"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,16 @@ class JudgeScorer:
     config: QuestionConfig
     weight: float
     """Factor of the score in the sum. 0 only logs it."""
+    _missing: Counter[str] = field(default_factory=Counter, init=False)
+    """Number of rollouts without a score, by trouble."""
+    _has_scored: bool = field(default=False, init=False)
 
     def score(self, rollouts: list[Rollout]) -> None:
-        """Scores as Scorer does. What has no score is counted, and counts as the settings say."""
+        """Scores as Scorer does. What has no score is counted, and counts as the settings say.
+
+        Raises:
+            RlframeError: the judge has given no score since the run began, to TRIED_AT_LEAST rollouts or more.
+        """
         template = self.config.template
         asked: list[Rollout] = []
         questions: list[list[Message]] = []
@@ -54,22 +65,38 @@ class JudgeScorer:
             try:
                 questions.append(self.config.conversation(template, shown(attempt_of(rollout))))
                 asked.append(rollout)
-            except RewardError:  # The record has no answer: a failure, whatever is done without a score.
+            except RewardError as error:  # The record has no answer: a failure, whatever is done without a score.
                 _add(rollout, None, FAILED, weight=self.weight, is_failure=True)
+                self._tell(rollout, FAILED, str(error))
         for rollout, reply in zip(asked, self.ask(questions), strict=True):
             self._judge(rollout, reply)
 
     def _judge(self, rollout: Rollout, reply: Reply) -> None:
-        trouble = reply.trouble
+        trouble, why = reply.trouble, REASONS.get(reply.trouble, "")
         if not trouble:
             try:
                 _add(rollout, read(reply.text, self.config.reading), "", weight=self.weight)
+                self._has_scored = True
                 return
-            except Unreadable:
-                trouble = UNPARSABLE
+            except Unreadable as error:
+                trouble, why = UNPARSABLE, str(error)
         instead = self.config.instead()
         score = instead[0] if instead else None
         _add(rollout, score, trouble, weight=self.weight, is_failure=instead is None)
+        self._tell(rollout, trouble, why)
+
+    def _tell(self, rollout: Rollout, trouble: str, why: str) -> None:
+        """Logs that a rollout has no score, and ends a run whose judge cannot work, instead of training without it."""
+        self._missing[trouble] += 1
+        number = self._missing[trouble]
+        if number & (number - 1) == 0:  # 1, 2, 4, ...
+            logger.warning("the judge gave no score on prompt %s (%s): %s", rollout.prompt.id, trouble, why)
+        if not self._has_scored and (tried := self._missing.total()) >= TRIED_AT_LEAST:
+            # Nothing that is refused before a run.
+            raise RlframeError(
+                f"the judge has given no score to any of the first {tried} rollouts, so nothing can be learned from it "
+                f"({trouble}): {why}; look at judge.template, judge.reading and judge.engine.max_tokens"
+            )
 
 
 def _add(rollout: Rollout, score: float | None, trouble: str, *, weight: float, is_failure: bool = False) -> None:

@@ -15,6 +15,7 @@ from rlframe.rewards.judge.reading import ReadingConfig, Unreadable, read
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 from rlframe.types.rollout import Group, Rollout, SamplingParams
+from rlframe.utils.errors import RlframeError
 from tests.campaigns.rewards import rollout
 
 REPLIES = {"good": Reply("Score: 8"), "odd": Reply("well"), "late": Reply(trouble="timed_out")}
@@ -79,6 +80,24 @@ def test_a_question_that_needs_an_answer_fails_without_one() -> None:
     one.prompt = replace(one.prompt, answer=None)
     JudgeScorer(ask=lambda questions: [], config=config, weight=1.0).score([one])
     assert one.reward_failed and one.reward_troubles == {"judge_model": "failed"}
+
+
+def test_what_a_judge_says_without_a_verdict_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    scored("odd", "late", "odd", "odd", "good")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the judge gave no score on prompt 0 (unparsable): no number in 'well'",
+        "the judge gave no score on prompt 1 (timed_out): there was no reply in time",
+        "the judge gave no score on prompt 2 (unparsable): no number in 'well'",
+    ]
+
+
+@pytest.mark.parametrize("without", [WithoutScore.FAIL, WithoutScore.SKIP])
+def test_a_judge_that_never_scores_ends_the_run(without: WithoutScore) -> None:
+    with pytest.raises(
+        RlframeError, match=r"to any of the first 64 rollouts.*\(unparsable\): no number in 'well'; look"
+    ):
+        scored(*["odd"] * 64, without_score=without)
+    scored("good", *["odd"] * 64)
 
 
 def test_scorers_add_up() -> None:

@@ -67,10 +67,11 @@ class ChatEndpointConfig:
     """Name of the model in requests."""
     api_key_variable: str = ""
     """Name of the environment variable with the key, which is sent as a bearer token. Empty sends none."""
-    temperature: Annotated[float, Range(0, 100)] = 0.0
-    """Temperature of the reply."""
-    max_tokens: Annotated[int, Range(1, 1 << 24)] = 1024
-    """Greatest number of tokens of the reply."""
+    temperature: Annotated[float, Range(0, 100)] | None = 0.0
+    """Temperature of the reply. null sends none, for models that have their own."""
+    max_tokens: Annotated[int, Range(1, 1 << 24)] | None = 1024
+    """Greatest number of tokens of the reply. null sends none: OpenAI's reasoning models refuse the field, and take
+    `max_completion_tokens` in `extra`."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request, such as `{reasoning_effort: low}`."""
     request_timeout_s: Seconds = 60.0
@@ -132,13 +133,9 @@ class ChatEndpoint(Chat):
             # No limit of connections: who asks has one, and a wait for a connection would count as the server's time.
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        content = {
-            **config.extra,
-            "model": config.model,
-            "messages": list(messages),
-            "temperature": config.temperature,
-            "max_tokens": config.max_tokens,
-        }
+        settings = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+        sent = {name: value for name, value in settings.items() if value is not None}
+        content = {**config.extra, **sent, "model": config.model, "messages": list(messages)}
         limit = aiohttp.ClientTimeout(total=config.request_timeout_s)
         # A redirect could take the key elsewhere.
         request = self._session.post(

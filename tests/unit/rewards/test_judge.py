@@ -81,6 +81,12 @@ def test_a_judge_sees_question_response_and_answer_and_its_last_score_counts() -
     assert "Authorization" not in server.headers[0]
 
 
+def test_settings_that_a_model_refuses_are_not_sent() -> None:
+    changed = {"temperature": None, "max_tokens": None, "extra": {"max_completion_tokens": 9}}
+    server, _ = judged(lambda request: "Score: 10", [rollout(0, "4")], endpoint=changed)
+    assert set(server.asked[0]) == {"model", "messages", "max_completion_tokens"}
+
+
 def test_the_question_about_an_agent_with_several_conversations_is_that_of_its_prompt() -> None:
     one = rollout(0, "yes")
     said = [("user", "2+2?"), ("assistant", "4"), ("user", "sure?"), ("assistant", "yes")]

@@ -24,7 +24,7 @@ from rlframe.attempts.turns import Sides, Task, leave
 from rlframe.cluster.watch.marks import mark
 from rlframe.cluster.worker import Worker
 from rlframe.data.config import DataConfig
-from rlframe.environments.base import Agent, find_environment
+from rlframe.environments.base import Agent, find_environment, pays_all
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.rewards.config import RewardConfig
 from rlframe.rewards.runner import RewardRunner
@@ -162,7 +162,8 @@ class RunnerWorker(Worker, RunnerCalls):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=LOOP, daemon=True).start()
         words, self._max_calls = setup.tokenizer, setup.max_calls
-        self._judge = Judge(RewardRunner(setup.reward), self._loop) if setup.reward else None
+        paid = pays_all(setup.environment)
+        self._judge = Judge(RewardRunner(setup.reward, paid=paid), self._loop) if setup.reward else None
         self._sessions: SessionPool | None = None
         self._server: Server | None = None
         self._agents: Agents | None = None

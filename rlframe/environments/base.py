@@ -209,6 +209,12 @@ def rewards(config: EnvironmentConfig) -> bool:
     return _stated(config, "rewards")
 
 
+def pays_all(config: EnvironmentConfig) -> bool:
+    """Returns whether steps of the run's environment give each attempt a reward, which may be 0. An agent need not say
+    one."""
+    return rewards(config) and not asks(config)
+
+
 def asks(config: EnvironmentConfig) -> bool:
     """Returns whether the run's environment has agents. One that does not exist counts as one that has none."""
     try:

@@ -59,8 +59,11 @@ class RewardRunner:
     Reward functions run in worker processes, judges in the event loop of a thread.
     """
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, config: RewardConfig, *, paid: bool = False):
         """Starts the workers without waiting for them.
+
+        Args:
+            paid: whether the environment gives each attempt a reward. One on which no part has a say then has that.
 
         Raises:
             ConfigError: no parts, an unknown reward or option.
@@ -72,6 +75,7 @@ class RewardRunner:
         ]:
             raise ConfigError(faults)
         self._config = config
+        self._paid = paid
         self._weights = {name: part.weight for name, part in config.parts.items()}
         self.failures: dict[str, int] = dict.fromkeys(config.parts, 0)
         """Failed samples by part, since the run or the last `score` began."""
@@ -267,7 +271,8 @@ class RewardRunner:
         rollout.reward_weights = self._weights
         # Values of turns are rewards at tokens. A rollout that has only such is scored too.
         at_end = {name: 0.0 if name in rollout.turn_parts else value for name, value in rollout.reward_parts.items()}
-        rollout.reward = weighted_sum(at_end, self._weights)
+        total = weighted_sum(at_end, self._weights)
+        rollout.reward = 0.0 if self._paid and math.isnan(total) else total
         rollout.reward_failed |= bool(failed)
         rollout.reward_troubles = {**rollout.reward_troubles, **dict.fromkeys(failed, FAILED), **troubles}
         self._refuse_what_never_scores({name: name in failed or name in troubles for name in outcomes}, failed)

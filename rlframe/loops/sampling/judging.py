@@ -48,6 +48,8 @@ class JudgeScorer:
     config: QuestionConfig
     weight: float
     """Factor of the score in the sum. 0 only logs it."""
+    paid: bool = False
+    """Whether the environment gives each attempt a reward. One that nothing else has scored then has that."""
     _missing: Counter[str] = field(default_factory=Counter, init=False)
     """Number of rollouts without a score, by trouble."""
     _has_scored: bool = field(default=False, init=False)
@@ -83,6 +85,8 @@ class JudgeScorer:
         instead = self.config.instead()
         score = instead[0] if instead else None
         _add(rollout, score, trouble, weight=self.weight, is_failure=instead is None)
+        if self.paid and math.isnan(rollout.reward):
+            rollout.reward = 0.0
         self._tell(rollout, trouble, why)
 
     def _tell(self, rollout: Rollout, trouble: str, why: str) -> None:

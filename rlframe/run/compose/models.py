@@ -12,7 +12,7 @@ from rlframe.attempts.worker import RunnerSetup
 from rlframe.cluster.config import Device
 from rlframe.cluster.placement import Allocation, Placement
 from rlframe.cluster.roles import CRITIC, JUDGE_ENGINES, REWARD_MODEL, TEACHER, TEACHER_ENGINES
-from rlframe.environments.base import answers
+from rlframe.environments.base import answers, pays_all
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.loops.distillation import Teacher, with_teacher
 from rlframe.loops.phases import Phases
@@ -170,7 +170,7 @@ def judge(parts: Parts, placement: Placement) -> Scorer | None:
     engines.start()
     sampling = config.engine.sampling(greedy=True)
     ask = EngineReplies(attempts=attempts, tokenizer=words, sampling=sampling, max_positions=engines.max_positions)
-    return JudgeScorer(ask=ask, config=config, weight=config.weight)
+    return JudgeScorer(ask=ask, config=config, weight=config.weight, paid=pays_all(parts.config.environment))
 
 
 def reward_model(parts: Parts, placement: Placement, phase: Phases) -> Scorer | None:

@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from rlframe.cluster.watch.sight import State, cpu_seconds
+from rlframe.environments.base import pays_all
+from rlframe.environments.config import EnvironmentConfig
 from rlframe.processes.pool import LARGEST_CHUNK
 from rlframe.processes.process import Process
 from rlframe.rewards import runner as module
@@ -122,6 +124,20 @@ def test_a_part_without_a_say_is_left_out_and_no_failure(user_file: str) -> None
     with RewardRunner(RewardConfig(parts={"moody": moody})) as runner:
         runner.score(rollouts)
     assert math.isnan(rollouts[0].reward) and [one.reward for one in rollouts[1:]] == [2.0, 0.0]
+
+
+def test_an_attempt_that_no_part_has_a_say_on_keeps_the_environments_reward(user_file: str) -> None:
+    moody = RewardTerm(name=f"{user_file}:moody")
+    rollouts = [rollout(0, "nothing", "nothing"), rollout(1, "nothing", "nothing")]
+    rollouts[0].credit(0.75)
+    with RewardRunner(RewardConfig(parts={"moody": moody}), paid=True) as runner:
+        runner.score(rollouts)
+    assert [one.total_reward for one in rollouts] == [0.75, 0.0]
+
+
+@pytest.mark.parametrize(("name", "paid"), [("gymnasium", True), ("endpoint", False), ("tools", False)])
+def test_each_attempt_has_a_reward_of_environments_with_rewards_and_not_of_agents(name: str, paid: bool) -> None:
+    assert pays_all(EnvironmentConfig(name=name)) is paid
 
 
 def test_a_reward_that_never_scores_ends_the_run() -> None:

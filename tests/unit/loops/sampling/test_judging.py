@@ -66,11 +66,13 @@ def test_what_has_no_score_is_counted_and_handled_as_it_says(
     assert bad.reward_troubles == {"judge_model": trouble} and good.reward == 2.1
 
 
-@pytest.mark.parametrize(("weight", "reward"), [(2.0, math.nan), (0.0, 0.0)])
-def test_an_attempt_that_the_only_judge_skips_has_no_reward(weight: float, reward: float) -> None:
+@pytest.mark.parametrize(("weight", "paid", "reward"), [(2.0, False, math.nan), (0.0, False, 0.0), (2.0, True, 0.0)])
+def test_an_attempt_that_the_only_judge_skips_has_the_environments_reward_or_none(
+    weight: float, paid: bool, reward: float
+) -> None:
     one = rollout(0, "odd", answer="x")
     config = QuestionConfig(template="{response}", without_score=WithoutScore.SKIP)
-    JudgeScorer(ask=lambda questions: [REPLIES["odd"]], config=config, weight=weight).score([one])
+    JudgeScorer(ask=lambda questions: [REPLIES["odd"]], config=config, weight=weight, paid=paid).score([one])
     assert one.reward == pytest.approx(reward, nan_ok=True) and not one.reward_failed
 
 

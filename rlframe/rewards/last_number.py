@@ -9,9 +9,11 @@ from rlframe.utils.errors import RewardError
 
 MINUS = "\u2212"
 """The minus that is no hyphen, as typography has it."""
+COMMA = r"(?:,|\\,|[\u00a0\u2009\u202f])"
+"""Pattern of what stands between thousands: a comma, or a narrow space of LaTeX or of typography, as gpt-oss writes."""
 NUMBER = re.compile(
     rf"(?:(?<![\w.)])[-{MINUS}])?"
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    rf"(?:(?:[0-9]{{1,3}}(?:{COMMA}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
 )
 """Pattern of a number. A minus is its sign, unless it follows what one can subtract from. A point is part of it, unless
 it ends a word."""
@@ -19,7 +21,8 @@ it ends a word."""
 
 @dataclass(kw_only=True, slots=True)
 class LastNumberConfig:
-    """No settings. Commas between thousands, and zeros that change nothing, are ignored: `1,250.0` is 1250."""
+    """No settings. Commas and narrow spaces between thousands, and zeros that change nothing, are ignored: `1,250.0` is
+    1250."""
 
 
 class LastNumber(Reward):
@@ -52,7 +55,7 @@ def _last_number(attempt: Attempt) -> Decimal | None:
 
 
 def _decimal(text: str) -> Decimal:
-    return Decimal(text.replace(",", "").replace(MINUS, "-"))
+    return Decimal(re.sub(COMMA, "", text).replace(MINUS, "-"))
 
 
 COMPONENT, CONFIG = LastNumber, LastNumberConfig

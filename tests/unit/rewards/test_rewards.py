@@ -65,6 +65,9 @@ def test_exact_match(options: dict, response: str, answer: str, value: float) ->
         ("it is \u22124", "4", 0.0),
         ("7\u22124", "4", 1.0),
         ("it is -4", "\u22124", 1.0),
+        ("it is 36\u202f000 m", "36000", 1.0),
+        ("it is -1\\,234\u00a0567.5", "-1234567.5", 1.0),
+        ("2024\u2009100", "100", 1.0),  # two numbers
         ("it is .5", "0.5", 1.0),
         ("it costs $.75", "0.75", 1.0),
         ("it is -.5", "-0.5", 1.0),

@@ -26,6 +26,7 @@ from rlframe.ops.surrogate import masked_mean
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Divergence, DivergenceOutput, LossOutput, MeanIfAny, Metric, Output, Rest, Sum
 from rlframe.types.rollout import OFFLINE_VERSION
+from rlframe.types.supervised import Examples
 from rlframe.utils.bounds import Range, check_bounds
 from rlframe.utils.errors import SettingError
 
@@ -121,8 +122,9 @@ class Gkd(OnlineAlgorithm, OfflineAlgorithm):
         return int.from_bytes(digest[:8]) / 2**64 < self.config.on_policy_fraction
 
     def token_weights(self, batch: Sequences) -> Float[Tensor, " T"]:
-        """Returns [T] the weights by `aggregation`."""
-        return token_weights(batch, self.config.aggregation)
+        """Returns [T] the weights by `aggregation`. Tokens are weighted by their importance if the data gives one."""
+        importance = batch.importance if isinstance(batch, Examples) else None
+        return token_weights(batch, self.config.aggregation, importance=importance)
 
     def advantages(self, batch: Batch) -> Float[Tensor, " T"]:
         """Returns [T] zeros: there is no reward, and the loss reads none."""

@@ -17,6 +17,7 @@ from rlframe.ops.aggregation import Aggregation
 from rlframe.types.batch import Batch, Sequences
 from rlframe.types.results import Divergence, DivergenceOutput, Mean, MeanIfAny, Output, PolicyOutput, Rest, merge
 from rlframe.types.rollout import OFFLINE_VERSION
+from rlframe.types.supervised import Examples
 
 OLD = torch.tensor([0.0, -1.0, 0.0, -2.0, -3.0])
 TEACHER = torch.tensor([7.0, -0.5, 7.0, -2.25, -5.0])
@@ -97,6 +98,22 @@ def test_without_an_engine_every_response_is_the_datas() -> None:
     result = algorithm.loss(output(torch.full((5,), 0.3)), data, algorithm.token_weights(data))
     # 0.3 + 0.5 * (1 + 2 + 3) / 3
     assert result.loss.item() == pytest.approx(1.3, abs=1e-6)
+
+
+def test_without_an_engine_tokens_count_by_the_weights_of_their_messages() -> None:
+    # Token 1 of weight 0.5, tokens 3 and 4 of weight 2: (0.5 * 0.9 + 2 * 0.1 + 2 * 0.4) / 4.5.
+    algorithm = Gkd(GkdConfig(on_policy_fraction=0))
+    data = Examples(
+        token_ids=torch.tensor([5, 6, 5, 7, 8]),
+        lengths=torch.tensor([2, 3]),
+        loss_mask=torch.tensor([False, True, False, True, True]),
+        importance=torch.tensor([0.0, 0.5, 0.0, 2.0, 2.0]),
+        channel=torch.tensor([0, 0]),
+        channels=("chat",),
+    )
+    divergence = torch.tensor([9.0, 0.9, 9.0, 0.1, 0.4])
+    loss = algorithm.loss(output(divergence), data, algorithm.token_weights(data)).loss
+    assert loss.item() == pytest.approx(1.45 / 4.5)
 
 
 def test_the_teacher_is_asked_for_its_top_k_and_may_write_what_the_student_does_not() -> None:

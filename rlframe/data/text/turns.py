@@ -82,11 +82,16 @@ def encode_turns(
         weights: one per message, 0.0 on messages that are not the assistant's; at least one is above 0.
 
     Raises:
-        DataError: names `where`: a template that refuses the conversation, does not read its reasoning, leaves out what
-            is learned, or opens a turn otherwise than it writes it.
+        DataError: names `where`: a conversation whose first turn is learned, or a template that refuses it, does not
+            read its reasoning, leaves out what is learned, or opens a turn otherwise than it writes it.
     """
     turns = [index for index, weight in enumerate(weights) if weight]
     assert turns and all(messages[index]["role"] == "assistant" for index in turns)
+    if turns[0] == 0:
+        raise DataError(
+            f"{where}: expected a message before the first turn that is learned, found that the conversation begins "
+            "with it; put the user's or a system message before it, or give it the weight 0"
+        )
     given = as_read(messages, tokenizer, where=where)
     rendered = partial(render, tokenizer, config=config, where=where, tools=tools)
     texts: list[Rendering] = []

@@ -42,6 +42,16 @@ def test_every_assistant_turn_is_trained_on(tokenizer: PreTrainedTokenizerFast) 
     )
 
 
+def test_a_conversation_that_begins_with_a_learned_turn_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    messages = [*turns, {"role": "assistant", "content": "c"}]
+    with pytest.raises(DataError, match=r"^s:1: expected a message before the first turn that is learned, found that "):
+        examples_of(tokenizer, {"messages": messages})
+    messages[0]["weight"] = 0  # type: ignore[assignment]
+    example = example_of(tokenizer, {"messages": messages})
+    assert marked(example, tokenizer) == "<assistant>a<end>\n<user>b<end>\n<assistant>[c][<end>]"
+
+
 ENDLESS = (
     "{% for m in messages %}<{{ 'system' if m.role == 'tool' else m.role }}>{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function.name }}={{ call.function.arguments.x }};{% endfor %}"

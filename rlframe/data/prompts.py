@@ -4,7 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,7 +19,7 @@ from rlframe.data.cursor import Cursor, Mixture, Walk, cursor_over
 from rlframe.data.ordered import RatedCursor, Stages, numbers_of, places_by_stage
 from rlframe.data.parallel import in_chunks, num_processes
 from rlframe.data.records import Record
-from rlframe.data.sources import at_most, from_evaluation_path, load
+from rlframe.data.sources import REPEATED, at_most, from_evaluation_path, load
 from rlframe.data.storage.sequences import Joined, Lazy
 from rlframe.data.storage.tables import spilled
 from rlframe.data.streaming import flow_over
@@ -104,13 +104,17 @@ class PromptSource:
         )
 
     def _window(self, records: Sequence[Record], channel: int) -> list[Prompt]:  # noqa: ARG002 - prompts have no channel
-        """Returns the prompts of streamed records, each id once."""
+        """Returns the prompts of streamed records, each record once."""
         kept: dict[str, Conversation] = {}
-        for conversation in (understand(record, self._config) for record in records):
+        for record in records:
+            conversation = understand(record, self._config)
+            before = kept.get(conversation.id)
+            if before and before.record.fields != record.fields:
+                conversation = understand(replace(record, shares_id=True), self._config)
             if conversation.prompt_text in self._held_out_texts:
                 self.dropped["prompt is held out"] += 1
             elif conversation.id in kept:
-                self.dropped["duplicate id"] += 1
+                self.dropped[REPEATED] += 1
             else:
                 kept[conversation.id] = conversation
         made = prompts_of(list(kept.values()), self._config, tokenizer=self._tokenizer)

@@ -49,6 +49,8 @@ class Record:
     task: str = ""
     """Text that tells the record apart from others with the same prompt, so that one of them can be held out and
     another one trained on: the task that an environment knows. Empty if the prompt says everything."""
+    shares_id: bool = False
+    """Whether a record before it, which says something else, has the same `id`."""
 
     @property
     def has_columns(self) -> bool:
@@ -74,12 +76,14 @@ class Record:
 
     @property
     def id(self) -> str:
-        """The record's own `id`, or the first 16 hex digits of sha256 of its canonical JSON; with the prefix
-        `namespace/` if there is one."""
+        """The record's own `id`, or the first 16 hex digits of sha256 of its canonical JSON; both if it `shares_id`.
+        With the prefix `namespace/` if there is one."""
         own = self.fields.get("id")
-        if not isinstance(own, str | int) or own == "":
+        named = isinstance(own, str | int) and own != ""
+        if not named or self.shares_id:
             canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"), default=str)
-            own = hashlib.sha256(canonical.encode()).hexdigest()[:16]
+            digest = hashlib.sha256(canonical.encode()).hexdigest()[:16]
+            own = f"{own}-{digest}" if named else digest
         return f"{self.namespace}/{own}" if self.namespace else str(own)
 
 

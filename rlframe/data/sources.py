@@ -14,6 +14,9 @@ from rlframe.data.storage.tables import records
 from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError
 
+REPEATED = "duplicate id"
+"""Reason of dropping a record that has come before."""
+
 
 class Reading(Protocol):
     """The interface of a parsed record that `load` needs."""
@@ -189,37 +192,47 @@ def understood(
     namespace: str = "",
     part: builtin.Split = builtin.Split.TRAIN,
 ) -> Part[R]:
-    """Returns the readings of one dataset, in its order, each id once. Adds to `dropped`.
+    """Returns the readings of one dataset, in its order, each record once. Adds to `dropped`.
 
     Args:
         namespace: prefix of every id, so that several datasets may number their records alike.
         part: which of the built-in datasets.
     """
-    found = builtin.records(path, part) if builtin.has(path) else records(path, config)
-
-    def reading_of(record: Record) -> R:
-        return understand(replace(record, namespace=namespace) if namespace else record, config)
-
+    own_ids = builtin.has(path)
+    found = builtin.records(path, part) if own_ids else records(path, config)
     many = not isinstance(found, list)
-    seen: set[str] = set()
+    first: dict[str, int] = {}
     ids: list[str] = []
     prompts: list[bytes] = []
     places: list[int] = []
+    sharing: set[int] = set()
     held: list[R] = []
+
+    def reading_of(record: Record, *, shares_id: bool = False) -> R:
+        changed = bool(namespace) or shares_id
+        return understand(replace(record, namespace=namespace, shares_id=shares_id) if changed else record, config)
+
     for place, record in enumerate(found):
         reading = reading_of(record)
-        if reading.id in seen:
-            dropped["duplicate id"] += 1
+        before = first.setdefault(reading.id, place)
+        # Files of a folder may number different records alike, and so may two responses to one prompt be.
+        if before != place and not own_ids and found[before].fields != record.fields:
+            reading = reading_of(record, shares_id=True)
+            before = first.setdefault(reading.id, place)
+            sharing.add(place)
+        if before != place:
+            dropped[REPEATED] += 1
             continue
-        seen.add(reading.id)
         ids.append(reading.id)
         prompts.append(hashlib.sha256(reading.prompt_text.encode(errors="surrogatepass")).digest())
         if many:
             places.append(place)
         else:
             held.append(reading)
-    readings = Lazy(lambda place: reading_of(found[place]), places) if many else held
-    return Part(readings, ids, prompts)
+    if many:
+        again = Lazy(lambda place: reading_of(found[place], shares_id=place in sharing), places)
+        return Part(again, ids, prompts)
+    return Part(held, ids, prompts)
 
 
 def _ids_to_put_aside(entries: list[Entry], train: list[Part[R]], count: int) -> set[str]:

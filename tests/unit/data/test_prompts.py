@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from rlframe.data.config import DataConfig
 from rlframe.data.cursor import Cursor, tell_of_repeats
 from rlframe.data.prompts import PromptSource
+from rlframe.data.storage import tables
 from rlframe.utils.errors import DataError
 from tests.unit.data.marks import FORGETTING, TURNS, with_template
 
@@ -139,11 +140,29 @@ def test_prompts_of_several_records_are_held_out_whole_and_cost_a_tenth_at_most(
 
 
 def test_dropped_records_are_counted_by_reason(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [*numbered(5), {"id": "3", "prompt": "twice"}, {"id": "long", "prompt": "x" * 500}]
+    rows = [*numbered(5), numbered(5)[3], {"id": "long", "prompt": "x" * 500}]
     config = DataConfig(path=write(tmp_path / "a.jsonl", rows), evaluation_count=0, max_prompt_tokens=100)
     stream = PromptSource(config, tokenizer=tokenizer, seed=0)
     assert len(stream) == 5
     assert stream.dropped == {"duplicate id": 1, "prompt is too long": 1}
+
+
+@pytest.mark.parametrize("way", ["held", "stored", "streamed"])
+def test_records_of_one_id_that_say_different_things_are_all_trained_on(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(tables, "SMALL_BYTES", 0 if way == "stored" else 1 << 30)
+    (tmp_path / "data").mkdir()
+    others = [row | {"prompt": f"another {row['prompt']}"} for row in numbered(3)]
+    write(tmp_path / "data" / "a.jsonl", numbered(3))
+    write(tmp_path / "data" / "b.jsonl", [*others, others[1], numbered(3)[0]])
+    settings: dict[str, Any] = {"streaming": True} if way == "streamed" else {"cache_folder": None}
+    config = DataConfig(path=str(tmp_path / "data"), evaluation_count=0, **settings)
+    stream = PromptSource(config, tokenizer=tokenizer, seed=0)
+    dealt = {prompt.id: prompt.messages[0]["content"] for prompt in stream.next(6)}
+    assert sorted(dealt.values()) == sorted(row["prompt"] for row in [*numbered(3), *others])
+    assert {"0", "1", "2"} < dealt.keys() and all(dealt[each] == f"question {each}" for each in "012")
+    assert stream.dropped == {"duplicate id": 2} and stream.epoch == 0
 
 
 def test_all_prompts_too_long_says_how_long_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -408,5 +408,6 @@ def _prompt(conversation: Conversation, *, text: str, token_ids: ArrayLike) -> P
         input=ModelInput(np.asarray(token_ids)),
         answer=conversation.answer,
         source=conversation.record.source,
+        dataset=conversation.record.namespace,
         fields=conversation.record.fields,
     )

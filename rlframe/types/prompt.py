@@ -30,6 +30,9 @@ class Prompt:
     answer: str | None = None
     """Ground truth. None if the data has none."""
     source: str = ""
-    """Name of the dataset that the prompt comes from."""
+    """Name of the file, or of the dataset of the hub or the package, that the prompt comes from."""
+    dataset: str = ""
+    """Name of its dataset among several of `data.path`, as in metrics. Empty if there is only one, and for problems
+    that built-in datasets share."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The raw record, for rewards that use more than `answer`."""

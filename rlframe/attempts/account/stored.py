@@ -124,6 +124,7 @@ def _described_prompt(prompt: Prompt) -> dict[str, Any]:
         "text": prompt.text,
         "answer": prompt.answer,
         "source": prompt.source,
+        "dataset": prompt.dataset,
         **fields.described(prompt.fields),
     }
 

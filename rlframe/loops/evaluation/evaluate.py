@@ -125,7 +125,7 @@ def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
     """Returns the responses by the dataset of their prompts, if there are several."""
     found: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
-        found.setdefault(rollout.prompt.source, []).append(rollout)
+        found.setdefault(rollout.prompt.dataset or rollout.prompt.source, []).append(rollout)
     return found if len(found) > 1 else {}
 
 

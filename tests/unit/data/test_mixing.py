@@ -149,6 +149,19 @@ def test_a_record_of_a_file_beside_a_built_in_dataset_is_trained_on_or_held_out(
     assert source.dropped == {} and len(source) - 1 + len(held_out) == 300
 
 
+def test_held_out_prompts_tell_their_dataset_where_files_have_one_name(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for name in ("sums", "words"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "a.jsonl", [{"prompt": f"{name} {index}", "answer": "1"} for index in range(100)])
+    path = [str(tmp_path / "sums"), str(tmp_path / "words" / "a.jsonl")]
+    held_out = PromptSource(DataConfig(path=path), tokenizer=tokenizer, seed=0).evaluation_prompts()
+    assert {prompt.source for prompt in held_out} == {"a.jsonl"}
+    assert all(prompt.dataset == {"s": "sums", "w": "a"}[prompt.messages[0]["content"][0]] for prompt in held_out)
+    assert {prompt.dataset for prompt in held_out} == {"sums", "a"}
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -28,6 +28,7 @@ def prompt_of(number: int, random: np.random.Generator) -> Prompt:
         input=ModelInput(random.integers(0, 2**31 - 1, random.integers(1, 6))),
         answer=None if number % 2 else text,
         source="a.jsonl",
+        dataset="a",
         fields={"level": number, "tags": ["x", None, {"deep": 0.1}]},
     )
 
@@ -97,7 +98,7 @@ def test_every_field_is_one_that_is_stored() -> None:
     """A new field joins `stored.py`, then this list, and gets a value in `rollout_of`."""
     known = {
         Group: "id prompt rollouts",
-        Prompt: "id messages tools text input answer source fields",
+        Prompt: "id messages tools text input answer source dataset fields",
         ModelInput: "token_ids",
         Rollout: "prompt sample_index input loss_mask rollout_logprobs versions finish_reason routes text "
         "messages numbers sequence records first_turn first_sampled ending token_rewards turn_parts reward "

@@ -147,10 +147,12 @@ def test_what_is_forgotten_does_not_end() -> None:
     assert len(finished(made)) == 5
 
 
-def test_metrics_of_several_datasets_are_told_apart() -> None:
-    def scored(source: str, right: float) -> Rollout:
+@pytest.mark.parametrize("known_by", ["source", "dataset"])
+def test_metrics_of_several_datasets_are_told_apart(known_by: str) -> None:
+    def scored(name: str, right: float) -> Rollout:
+        names = {"source": "a.jsonl"} | {known_by: name}
         return Rollout(
-            prompt=Prompt(id=source, text="", input=ModelInput((0,)), source=source),
+            prompt=Prompt(id=name, text="", input=ModelInput((0,)), **names),
             sample_index=0,
             input=ModelInput((0, 1)),
             loss_mask=[False, True],

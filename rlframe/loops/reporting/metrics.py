@@ -107,7 +107,7 @@ class MetricsLog:
         self._step = self._bar.n + 1
         self._bar.refresh()
         for tracker in self._trackers:
-            tracker.rewind(done_steps or 0)
+            tracker.rewind(done_steps)
 
     def announce(self, phase: str) -> None:
         """Shows the phase in the progress bar, unless the bar was drawn a moment ago."""

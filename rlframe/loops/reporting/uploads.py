@@ -83,7 +83,7 @@ class Uploads(threading.Thread):
                 "%s gets no metrics from step %d on: %s; metrics.jsonl has all", self._tracker_name, step, reason
             )
 
-    def rewind(self, done_steps: int) -> None:
+    def rewind(self, done_steps: int | None) -> None:
         """Queues a message to the tracker that the steps after `done_steps` run again."""
         self._put(lambda: self._tracker.rewind(done_steps))
 

@@ -29,7 +29,7 @@ def trackers(
     """
     info = RunInfo(folder=folder, name=name, config=resolved, group=config.group, tags=tuple(config.tags))
     if config.tensorboard:
-        yield TensorBoard(folder / "tensorboard", done_steps or 0)
+        yield TensorBoard(folder / "tensorboard", done_steps)
     makes: dict[str, Callable[[], Tracker]] = {}
     if config.wandb_project:
         makes["wandb_project"] = partial(Wandb, config.wandb_project, config.wandb_entity, info)

@@ -27,8 +27,8 @@ class Tracker(Protocol):
         """Writes rollouts of a step, as lines of samples.jsonl."""
         ...
 
-    def rewind(self, done_steps: int) -> None:
-        """Notes that the steps after `done_steps` run again."""
+    def rewind(self, done_steps: int | None) -> None:
+        """Notes that the steps after `done_steps` run again, or all and what comes before them if it is None."""
         ...
 
     def close(self, *, failed: bool) -> None:

@@ -24,7 +24,7 @@ class Mlflow:
         mlflow.log_dict(dict(info.config), "config.yaml")
         logger.info("mlflow: run %s (%s) at %s", info.name, run.info.run_id, mlflow.get_tracking_uri())
 
-    def rewind(self, done_steps: int) -> None:
+    def rewind(self, done_steps: int | None) -> None:
         """Does nothing: a repeated step is written twice, with equal numbers."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:

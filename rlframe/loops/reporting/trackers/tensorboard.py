@@ -13,17 +13,17 @@ from rlframe.utils.files.whole import writing
 class TensorBoard:
     """Writes TensorBoard event files."""
 
-    def __init__(self, folder: pathlib.Path, done_steps: int):
+    def __init__(self, folder: pathlib.Path, done_steps: int | None):
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - costs seconds, and may be switched off
 
         self._folder = folder
         self._open = partial(SummaryWriter, str(folder))
-        self._writer = self._open(purge_step=done_steps + 1 if done_steps else None)
+        self._writer = self._open(purge_step=_next(done_steps))
 
-    def rewind(self, done_steps: int) -> None:
+    def rewind(self, done_steps: int | None) -> None:
         """Makes TensorBoard drop later steps, which run again."""
         self._writer.close()
-        self._writer = self._open(purge_step=done_steps + 1)
+        self._writer = self._open(purge_step=_next(done_steps))
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one step, as one event: its thread then takes the driver's time once, and not for each metric."""
@@ -49,3 +49,9 @@ class TensorBoard:
         """Flushes the files."""
         with writing(self._folder):
             self._writer.close()
+
+
+def _next(done_steps: int | None) -> int:
+    """Returns the first step that is written after `done_steps`. That of a run that begins anew replaces what a killed
+    one has left."""
+    return 0 if done_steps is None else done_steps + 1

@@ -32,7 +32,7 @@ class Trackio:
         where = self._run.url or f"on this machine; `trackio show --project {project}` shows it"
         logger.info("trackio: run %s %s", name, where)
 
-    def rewind(self, done_steps: int) -> None:
+    def rewind(self, done_steps: int | None) -> None:
         """Does nothing: a repeated step is written twice, with equal numbers."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:

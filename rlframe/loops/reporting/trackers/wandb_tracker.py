@@ -51,7 +51,7 @@ class Wandb:
         logger.info("wandb: run %s (%s) %s", info.name, run_id, where)
         self._newest = 0
 
-    def rewind(self, done_steps: int) -> None:
+    def rewind(self, done_steps: int | None) -> None:
         """Does nothing: Weights & Biases ignores a repeated step, whose numbers are equal."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -178,7 +178,7 @@ def test_a_new_run_starts_empty_and_a_resumed_one_with_what_it_keeps(
 def test_tensorboard_gets_every_metric(tmp_path: pathlib.Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = TensorBoard(tmp_path / "tensorboard", 0)
+    board = TensorBoard(tmp_path / "tensorboard", None)
     log = log_of(tmp_path, trackers=[board])
     for step in (1, 2):
         log.log(step, {"reward/mean": step / 4, "train/loss": 1.0})
@@ -189,10 +189,25 @@ def test_tensorboard_gets_every_metric(tmp_path: pathlib.Path) -> None:
     assert len(events.Scalars("train/loss")) == 2
 
 
+def test_a_run_begun_anew_replaces_what_a_killed_one_left_in_tensorboard(tmp_path: pathlib.Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first in (0.25, 0.5):
+        board = TensorBoard(tmp_path, None)
+        for step in (0, 1):
+            board(step, {"reward/mean": first})
+        board.rewind(None)
+        for step in (0, 1):
+            board(step, {"reward/mean": first + 0.125})
+        board.close(failed=False)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(one.step, one.value) for one in events.Scalars("reward/mean")] == [(0, 0.625), (1, 0.625)]
+
+
 def test_steps_that_come_again_replace_the_first(tmp_path: pathlib.Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = TensorBoard(tmp_path / "tensorboard", 0)
+    board = TensorBoard(tmp_path / "tensorboard", None)
     log = log_of(tmp_path, trackers=[board])
     for step in (1, 2, 3):
         log.log(step, {"reward/mean": step / 4, **({"later/name": 1.0} if step == 3 else {})})

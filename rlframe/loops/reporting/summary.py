@@ -38,6 +38,7 @@ def closing_paragraph(
     phase_totals: dict[str, float],
     start_up: StartUp,
     total_s: float,
+    joined: bool,
 ) -> str:
     """Returns the closing paragraph: what changed, where the time went, and where the files are.
 
@@ -45,13 +46,15 @@ def closing_paragraph(
         output: folder of the run.
         phase_totals: seconds by phase.
         start_up: what it took until the first step could begin.
+        joined: whether the workers are processes of a cluster that was there before, which this one cannot measure.
     """
     phases = sorted(phase_totals.items(), key=lambda pair: -pair[1])
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
+    whose = "The driver alone holds" if joined else "All processes together hold"
     files = ", ".join(text for name, text in FILES.items() if (pathlib.Path(output) / name).exists())
     return (
         f"{name}: {steps} steps done. {outcome(results)} {in_vain(results)}Start-up took "
-        f"{start_up}, the whole run {total_s:.1f} s; by phase: {times}. All processes together hold "
+        f"{start_up}, the whole run {total_s:.1f} s; by phase: {times}. {whose} "
         f"{held_gigabytes():.1f} GB. In {output}: {files}."
     )
 

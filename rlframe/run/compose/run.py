@@ -136,6 +136,7 @@ def run_on(
                 phase_totals=loop.phase.totals,
                 start_up=start_up,
                 total_s=time.monotonic() - started,
+                joined=config.cluster.joins is not None,
             )
         )
         callbacks.on_end()

@@ -110,6 +110,7 @@ def test_the_paragraph_names_the_times_and_the_files_that_are_there(tmp_path: pa
         phase_totals={"reward": 1.0, "train": 12.345, "rollout": 3.0},
         start_up=start_up(),
         total_s=22.0,
+        joined=False,
     )
     memory = re.search(r" All processes together hold (\d+\.\d) GB\.", text)
     assert memory and float(memory[1]) > 0.1, "torch alone is more"
@@ -121,7 +122,9 @@ def test_the_paragraph_names_the_times_and_the_files_that_are_there(tmp_path: pa
     (tmp_path / "model").mkdir()
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "samples.jsonl").touch()
-    assert closing_paragraph(**run, results={}, phase_totals={}, start_up=start_up(), total_s=0).endswith(
+    text = closing_paragraph(**run, results={}, phase_totals={}, start_up=start_up(), total_s=0, joined=True)
+    assert " The driver alone holds " in text and "All processes" not in text, "workers of a cluster are not its own"
+    assert text.endswith(
         f"In {tmp_path}: model/ (Hugging Face format), metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, "
         "logs/, config.yaml."
     )

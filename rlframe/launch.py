@@ -28,6 +28,7 @@ from rlframe.config.load import (
     refusal,
     to_values,
 )
+from rlframe.config.searched import searched
 from rlframe.config.sweep import Job, checked_first
 from rlframe.loops.reporting.starting import awaited
 from rlframe.loops.stop import Stop, Stopped
@@ -64,7 +65,8 @@ def main() -> None:
             return
         begin_logging()
         sys.argv[1:] = command_line(sys.argv[1:], default_name=DEFAULT_NAME)
-        with checked_first(refused):
+        folders = config_folders(option(sys.argv[1:], "--config-dir", "-cd"))
+        with checked_first(refused), searched(folders):
             launch()
     except (*REFUSALS, ConfigError, UsageError, SweepError) as error:
         # A missing configuration or choice, or an unreadable override, found during composition; or a wrong run of a
@@ -73,7 +75,7 @@ def main() -> None:
         tell(error if isinstance(error, RlframeError) else refusal(error))
         sys.exit(2)
     except OSError as error:
-        if not of_hydra(error):
+        if not of_hydra(error, "sweep", "run_job"):
             raise
         telling.end()
         tell(
@@ -84,6 +86,12 @@ def main() -> None:
             )
         )
         sys.exit(2)
+    except RecursionError as error:
+        if not of_hydra(error, "create_defaults_list"):
+            raise
+        telling.end()
+        tell(refusal(error))
+        sys.exit(2)
     except Stopped as stopped:
         # By a signal between the jobs of a sweep, or while they are checked.
         telling.end()
@@ -91,12 +99,11 @@ def main() -> None:
         sys.exit(stopped.code)
 
 
-def of_hydra(error: OSError) -> bool:
-    """Returns whether Hydra could not write its folder: it began a run or a sweep, and no run or check was under
-    way."""
+def of_hydra(error: Exception, *functions: str) -> bool:
+    """Returns whether one of Hydra's `functions` led to the error, and no run or check was under way."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours = {code.co_name for code in codes if code.co_filename == __file__}
-    return ours.isdisjoint({"launch", "refused"}) and any(code.co_name in ("sweep", "run_job") for code in codes)
+    return ours.isdisjoint({"launch", "refused"}) and any(code.co_name in functions for code in codes)
 
 
 def begin_logging() -> None:

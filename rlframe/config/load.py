@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlframe.config.entries import SECTIONS, WHOLE, deletions
-from rlframe.config.overrides import overrides_last, quoted, rewritten
+from rlframe.config.overrides import overrides_last, rewritten
+from rlframe.config.searched import searched
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
@@ -135,11 +136,10 @@ def composed(config_name: str, overrides: Sequence[str] = (), *, config_dir: str
 
 
 def _compose(config_name: str, overrides: list[str], folders: Sequence[Path]) -> DictConfig:
-    later = [f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in folders[1:])}]"]
-    with initialize_config_dir(version_base="1.3", config_dir=str(folders[0])):
+    with searched(folders), initialize_config_dir(version_base="1.3", config_dir=str(configs_folder())):
         try:
-            return compose(config_name, overrides=overrides + (later if folders[1:] else []))
-        except REFUSALS as error:
+            return compose(config_name, overrides=overrides)
+        except (*REFUSALS, RecursionError) as error:
             raise refusal(error) from error
 
 
@@ -221,6 +221,11 @@ def refusal(error: Exception) -> ConfigError:
     """Returns what Hydra refuses, as a fault of the configuration."""
     if isinstance(error, ConfigError):
         return error
+    if isinstance(error, RecursionError):
+        # Hydra follows defaults without looking where it has been.
+        rule = "must not lead back to the file that has them"
+        why = "of two files of one name that in --config-dir is taken, for its own defaults too"
+        return ConfigError([Fault("defaults", rule, why=why, hint="give your file a name of its own")])
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         rule = f"must name a file of configs/{group}: {', '.join(error.options)}"

@@ -66,6 +66,17 @@ def test_a_sweep_whose_folders_hold_other_runs_is_refused_before_the_first_begin
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["1"]
 
 
+def test_a_file_in_ones_own_folder_takes_the_place_of_the_package_s(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/multiplication.yaml").write_text("path: other.jsonl\n")
+    words = ["--config-dir", ".", "--config-name", "grpo_qwen3_moe", "data=multiplication", "--cfg", "job"]
+    assert "path: other.jsonl" in rlframe(tmp_path, *words).stdout
+    (tmp_path / "grpo_qwen3_moe.yaml").write_text("defaults: [grpo_qwen3_moe, _self_]\n")
+    done = rlframe(tmp_path, *words)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 2), done.stderr
+    assert "defaults must not lead back to the file that has them" in done.stderr
+
+
 def test_the_first_word_names_a_tool(tmp_path: Path) -> None:
     done = rlframe(tmp_path, "inspect-data", "--config-name", "grpo_qwen3_moe", "--config-dir=nowhere")
     assert done.returncode == 1 and "--config-dir must be a folder" in done.stderr

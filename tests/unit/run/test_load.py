@@ -151,8 +151,14 @@ def test_ones_own_folder_comes_before_the_package_and_builds_on_it(tmp_path: Pat
     folder = own_configs(tmp_path)
     run = load("mine", ["seed=4"], config_dir=str(folder))
     assert (run.name, run.data.path, run.steps, run.seed, run.algorithm.name) == ("mine", "mine.jsonl", 3, 4, "grpo")
+    assert load("grpo_qwen3_moe", ["data=mine"], config_dir=str(folder)).data.path == "mine.jsonl"
+    (folder / "data/multiplication.yaml").write_text("path: other.jsonl\n")
+    assert load("grpo_qwen3_moe", ["data=multiplication"], config_dir=str(folder)).data.path == "other.jsonl"
     (folder / "grpo_qwen3_moe.yaml").write_text("defaults: [base, algorithm: sft, _self_]\n")
     assert isinstance(load("grpo_qwen3_moe", config_dir=str(folder)).algorithm, SftConfig)
+    (folder / "grpo_qwen3_moe.yaml").write_text("defaults: [grpo_qwen3_moe, _self_]\n")
+    with pytest.raises(ConfigError, match="defaults must not lead back .* give your file a name of its own$"):
+        load("grpo_qwen3_moe", config_dir=str(folder))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""The order in which Hydra looks for YAML files: a user's own folder comes before the package's."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+MAIN = SearchPathQuery(provider="main")
+"""The package's folder in Hydra's search path."""
+
+
+class OwnFirst(SearchPathPlugin):
+    """Hydra's plugin that puts folders before the package's. Hydra itself puts that of `--config-dir` behind it."""
+
+    folders: ClassVar[Sequence[Path]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Adds the folders. Hydra calls it when it makes a search path."""
+        for folder in self.folders:
+            search_path.prepend(provider="own", path=f"file://{folder}", anchor=MAIN)
+
+
+@contextmanager
+def searched(folders: Sequence[Path]) -> Iterator[None]:
+    """Has Hydra look into `folders` first inside the `with` block. The last of them is the package's, where it looks
+    anyway."""
+    Plugins.instance().register(OwnFirst)
+    before, OwnFirst.folders = OwnFirst.folders, folders[:-1]
+    try:
+        yield
+    finally:
+        OwnFirst.folders = before

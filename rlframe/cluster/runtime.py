@@ -66,8 +66,14 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
             slot for each core this process may use, because Ray starts as many workers at a time as slots.
 
     Raises:
-        ConfigError: no cluster answers at the address, or Ray does not start here.
+        ConfigError: no cluster answers at the address, Ray does not start here, or this process uses it already.
     """
+    if ray.is_initialized():
+        said = (
+            "this process is connected to Ray already, by another run or by ray.init, and may be so once: wait for the "
+            "run, call ray.shutdown() before it, or begin it in a process of its own"
+        )
+        raise ConfigError([Fault("cluster.address", said=said)])
     # Ray would otherwise hide the accelerators from actors that request none, and warn at each start.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")

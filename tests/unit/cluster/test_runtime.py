@@ -8,6 +8,7 @@ from ray._private import utils
 
 from rlframe.cluster.config import ClusterConfig
 from rlframe.cluster.runtime import running
+from rlframe.utils.errors import ConfigError
 
 
 def test_sigterm_is_handled_by_the_run_also_while_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +27,12 @@ def test_sigterm_is_handled_by_the_run_also_while_ray_starts(monkeypatch: pytest
     finally:
         signal.signal(signal.SIGTERM, ours)
     assert found == [ours, ours] and utils.set_sigterm_handler is set_handler
+
+
+def test_a_process_that_uses_ray_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: left.append("shutdown"))
+    with pytest.raises(ConfigError, match="connected to Ray already"), running(ClusterConfig(), num_devices=1):
+        pass
+    assert not left, "the other run goes on"

@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from rlframe.config.entries import SECTIONS, WHOLE, deletions
 from rlframe.config.overrides import overrides_last, rewritten
-from rlframe.config.searched import searched
+from rlframe.config.searched import lent, searched
 from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.nearest import did_you_mean
@@ -136,7 +136,7 @@ def composed(config_name: str, overrides: Sequence[str] = (), *, config_dir: str
 
 
 def _compose(config_name: str, overrides: list[str], folders: Sequence[Path]) -> DictConfig:
-    with searched(folders), initialize_config_dir(version_base="1.3", config_dir=str(configs_folder())):
+    with lent(), searched(folders), initialize_config_dir(version_base="1.3", config_dir=str(configs_folder())):
         try:
             return compose(config_name, overrides=overrides)
         except (*REFUSALS, RecursionError) as error:

@@ -1,16 +1,21 @@
-"""The order in which Hydra looks for YAML files: a user's own folder comes before the package's."""
+"""What a process has of Hydra once: the order in which it looks for YAML files, in a user's own folder before the
+package's, and the program whose it is."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 MAIN = SearchPathQuery(provider="main")
 """The package's folder in Hydra's search path."""
+COMPOSING = threading.RLock()
+"""Held while a configuration is composed outside of Hydra's own programs."""
 
 
 class OwnFirst(SearchPathPlugin):
@@ -34,3 +39,15 @@ def searched(folders: Sequence[Path]) -> Iterator[None]:
         yield
     finally:
         OwnFirst.folders = before
+
+
+@contextmanager
+def lent() -> Iterator[None]:
+    """Has Hydra to itself inside the `with` block, also in a program that is one of Hydra's own, or has threads."""
+    with COMPOSING:
+        before = GlobalHydra.instance().hydra
+        GlobalHydra.instance().clear()
+        try:
+            yield
+        finally:
+            GlobalHydra.instance().hydra = before

@@ -1,8 +1,10 @@
 """Composition of the shipped configs with overrides."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import hydra
 import pytest
 
 from rlframe.algorithms.sft import SftConfig
@@ -159,6 +161,16 @@ def test_ones_own_folder_comes_before_the_package_and_builds_on_it(tmp_path: Pat
     (folder / "grpo_qwen3_moe.yaml").write_text("defaults: [grpo_qwen3_moe, _self_]\n")
     with pytest.raises(ConfigError, match="defaults must not lead back .* give your file a name of its own$"):
         load("grpo_qwen3_moe", config_dir=str(folder))
+
+
+def test_a_program_of_hydra_s_own_and_its_threads_load(tmp_path: Path) -> None:
+    with (
+        hydra.initialize_config_dir(version_base="1.3", config_dir=str(own_configs(tmp_path))),
+        ThreadPoolExecutor() as pool,
+    ):
+        loaded = pool.map(lambda seed: load("grpo_qwen3_moe", [f"seed={seed}"]).seed, range(6))
+        assert list(loaded) == list(range(6))
+        assert hydra.compose("data/mine").data.path == "mine.jsonl", "the program's Hydra is as it was"
 
 
 @pytest.mark.parametrize(

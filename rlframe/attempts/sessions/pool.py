@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlframe.attempts.sessions.calls import Call, CannotStart, Close, Look, Opening, Reset, Run, SessionFailed, Setup
@@ -116,7 +117,14 @@ def try_start(setup: Setup) -> None:
     Raises:
         CannotStart: the process does not start; the message gives the reason.
     """
-    asyncio.run(_started(setup))
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(_started(setup))
+        return
+    # A notebook runs its cells in a loop, which takes no second one in its thread.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, _started(setup)).result()
 
 
 class Session:

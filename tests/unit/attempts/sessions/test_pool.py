@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rlframe.attempts.sessions.calls import SessionFailed, Setup, Trouble
-from rlframe.attempts.sessions.pool import SessionPool
+from rlframe.attempts.sessions.calls import CannotStart, SessionFailed, Setup, Trouble
+from rlframe.attempts.sessions.pool import SessionPool, try_start
 from rlframe.cluster.watch.sight import State, process_state
 from rlframe.environments.base import Turn
 from rlframe.environments.config import EnvironmentConfig
@@ -239,3 +239,12 @@ def test_a_session_alone_that_is_given_up_while_its_process_starts_takes_that_al
             pool.close()
 
     assert asyncio.run(run()) == (2, 1)
+
+
+def test_a_start_is_tried_from_a_notebook_whose_cells_run_in_a_loop() -> None:
+    async def cell() -> None:
+        try_start(setup())
+        with pytest.raises(CannotStart, match="NoSuchClass"):
+            try_start(setup(name=f"{HERE.partition(':')[0]}:NoSuchClass"))
+
+    asyncio.run(cell())

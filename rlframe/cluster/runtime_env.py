@@ -1,6 +1,10 @@
 """Settings of the workers' environment, by Ray's names. Imports no ray."""
 
+import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,6 +61,21 @@ class RuntimeEnvConfig:
         variables = {name: str(value) for name, value in self.env_vars.items()}
         wanted = {"env_vars": variables, "working_dir": folder, "pip": self.pip}
         return {name: value for name, value in wanted.items() if value}
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Gives what this process starts inside the `with` block the variables and the modules of the folder that
+        workers have, so that a trial of users' code is one of what runs there. What `pip` brings is only there."""
+        environment, path = dict(os.environ), list(sys.path)
+        os.environ |= {name: str(value) for name, value in self.env_vars.items()}
+        if self.working_dir:
+            sys.path.insert(0, str(Path(self.working_dir).expanduser().absolute()))
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ |= environment
+            sys.path[:] = path
 
 
 def _check_name(name: str) -> None:

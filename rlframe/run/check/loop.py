@@ -149,8 +149,12 @@ def environment(run: RunConfig) -> Iterator[Fault]:
     if component.answers:
         setup = Setup(environment=run.environment, folder=os.getcwd(), sources=dict(outside.SOURCES))
         try:
-            try_start(setup)
+            with run.cluster.runtime_env.here():
+                try_start(setup)
         except CannotStart as error:
+            if run.cluster.runtime_env.pip:
+                # It may need what only the nodes get.
+                return
             yield Fault("environment.name", said=f"sessions of {run.environment.name!r} cannot start: {error}")
 
 

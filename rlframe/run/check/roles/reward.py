@@ -30,20 +30,29 @@ REWARDS = "rlframe.rewards"
 def faults(run: RunConfig) -> Iterator[Fault]:
     """Yields a fault for each reward that cannot be built. The user's functions are imported in a separate process,
     because they may exit, print or hang."""
-    users = {}
-    for name, part in run.reward.parts.items():
-        wrong = part_faults(part, f"reward.parts.{name}")
-        yield from wrong
-        if is_users(part) and not wrong:
-            users[name] = part
+    with run.cluster.runtime_env.here():
+        found, needed = _tried(run)
+    yield from found
+    if any(needed.values()):
+        yield from _field_faults(run, needed)
+
+
+def _tried(run: RunConfig) -> tuple[list[Fault], dict[str, list[str]]]:
+    """Returns the faults of the parts, and the fields of a record that each of the user's functions needs."""
+    found: list[Fault] = []
     needed: dict[str, list[str]] = {}
-    for name, part in users.items():
+    for name, part in run.reward.parts.items():
+        wrong = list(part_faults(part, f"reward.parts.{name}"))
+        found += wrong
+        if wrong or not is_users(part):
+            continue
         try:
             needed |= try_start(replace(run.reward, parts={name: part}))
         except RewardError as error:
-            yield Fault(f"reward.parts.{name}.name", said=error)
-    if any(needed.values()):
-        yield from _field_faults(run, needed)
+            # What `pip` brings is only on the nodes, where its workers are started before the first step.
+            if not run.cluster.runtime_env.pip:
+                found.append(Fault(f"reward.parts.{name}.name", said=error))
+    return found, needed
 
 
 def _field_faults(run: RunConfig, needed: Mapping[str, Sequence[str]]) -> Iterator[Fault]:

@@ -1,7 +1,9 @@
 """A reward model that is missing, without a head, too short, of another vocabulary or of no use is refused."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,23 @@ def test_a_run_is_checked_for_it(model: Path) -> None:
     with pytest.raises(ConfigError, match="or reward.model.path a reward model"):
         check(load("grpo_qwen3_moe", ["~reward"]))
     check(load("grpo_qwen3_moe", ["~reward", f"+reward.model.path={model}"]))
+
+
+@pytest.mark.later
+def test_a_function_is_tried_with_what_workers_have(tmp_path: Path) -> None:
+    (tmp_path / "only_there.py").write_text("one = 1.0\n")
+    source = "import os\nfrom only_there import one\nos.environ['SERVICE']\n\ndef score(response, answer): return one\n"
+    (tmp_path / "mine.py").write_text(source)
+    judge = [f"reward.parts.judge.options.endpoint.{word}" for word in ("base_url=http://a/v1", "model=m")]
+    judge += ["+reward.parts.judge.name=judge", "reward.parts.judge.options.endpoint.api_key_variable=SERVICE"]
+    words = [f"reward.parts.mine.name={tmp_path}/mine.py:score", *judge]
+    environment = [f"cluster.runtime_env.working_dir={tmp_path}", "cluster.runtime_env.env_vars.SERVICE=x"]
+
+    def found(*words: str) -> list[str]:
+        return list(map(str, check_reward.faults(load("grpo_qwen3_moe", list(words)))))
+
+    assert found(*words, *environment) == []
+    assert len([fault for fault in found(*words, environment[0]) if "SERVICE" in fault]) == 2
+    assert [fault.split()[-1] for fault in found(*words, environment[1])] == ["'only_there'"]
+    assert found(*words, environment[1], "cluster.runtime_env.pip=[there]") == [], "only nodes have what pip brings"
+    assert "SERVICE" not in os.environ and str(tmp_path) not in sys.path

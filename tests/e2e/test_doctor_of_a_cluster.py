@@ -44,6 +44,8 @@ def test_every_node_is_asked_and_the_one_that_differs_is_named(address: str, tmp
     differing = [one for one in told["findings"] if "on 1 of the others" in one["what"]]
     assert [one["what"].split()[0] for one in differing] == ["NCCL_IB_DISABLE"]
     assert differing[0]["node"] in {node["name"] for node in nodes} and odd in {node["name"] for node in nodes}
+    # A run joins the cluster that was asked, which is not unused.
+    assert {node["facts"]["ray"]["address"] for node in nodes} == {address}
     # Both see the folder, and nothing stays in it.
     assert not [one for one in told["findings"] if "elsewhere" in one["what"]] and list(tmp_path.iterdir()) == []
 

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def _nodes(ray: Any, folder: str, *, ask_hub: bool) -> list[Node]:
         except ray.exceptions.RayError as error:
             nodes.append(Node(name=_name(one), error=_sentence(error)))
         else:
+            # Its variables name no cluster, and it belongs to the one that is asked.
+            facts = replace(facts, ray=replace(facts.ray, address=ray.get_runtime_context().gcs_address))
             nodes.append(Node(name=_name(one), facts=facts, skew_s=skew_s, uncertainty_s=uncertainty_s))
     return nodes
 

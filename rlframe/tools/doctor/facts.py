@@ -92,7 +92,7 @@ class Ray:
     """The settings of Ray."""
 
     address: str = ""
-    """RAY_ADDRESS."""
+    """RAY_ADDRESS, or that of the cluster to which a node belongs that was asked."""
     auth_mode: str = ""
     """RAY_AUTH_MODE."""
     has_token: bool = False

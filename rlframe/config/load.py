@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 """Errors of Hydra for files and arguments that a user can mend."""
+GLOBAL = re.compile(r"^\s*#\s*@package\s+_global_\s*$", re.MULTILINE)
+"""Line of a file whose settings Hydra does not put below the name of its folder."""
 UNCHOSEN = re.compile(
     r"Could not (?:delete|override) '(?P<group>\w+)'\. No match in the defaults list\.?"
     r"(?:\n.* use (?P<choice>\+\S+))?$"
@@ -107,7 +109,12 @@ def _check_name(name: str, folders: Sequence[Path]) -> None:
     stem = name.removesuffix(".yaml")
     # Hydra looks for no absolute path, and takes the defaults of a file beside `..` from its own folder.
     a_path = Path(name).is_absolute() or bool({".", ".."} & set(name.split("/")))
-    if not a_path and any((folder / f"{stem}.yaml").is_file() for folder in folders):
+    files = [folder / f"{stem}.yaml" for folder in folders if not a_path and (folder / f"{stem}.yaml").is_file()]
+    if files and "/" in stem and not GLOBAL.search(files[0].read_text(encoding="utf-8", errors="replace")):
+        rule = "must name a file that has the line `# @package _global_` if it lies in a folder"
+        why = f"Hydra puts what is in it below {stem.rpartition('/')[0].replace('/', '.')}"
+        raise ConfigError([Fault("--config-name", rule, got=repr(name), why=why, hint=f"begin {files[0]} with it")])
+    if files:
         return
     known = config_names(folders)
     where = " or ".join(map(str, folders))

@@ -183,6 +183,18 @@ def test_a_group_that_a_file_does_not_choose_is_told_by_what_to_write(override: 
         load("mine", [override], config_dir=str(tmp_path))
 
 
+def test_a_run_in_a_folder_of_ones_own_folder_needs_hydra_s_line(tmp_path: Path) -> None:
+    file = own_configs(tmp_path) / "runs/first.yaml"
+    file.parent.mkdir()
+    text = "defaults: [/grpo_qwen3_moe, override /data: mine, _self_]\nsteps: 3\n"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"must name a file that has the line .*begin .*/runs/first\.yaml with it$"):
+        load("runs/first", config_dir=str(tmp_path))
+    file.write_text(f"# @package _global_\n{text}")
+    run = load("runs/first", config_dir=str(tmp_path))
+    assert (run.steps, run.data.path, run.output) == (3, "mine.jsonl", "outputs/runs/first")
+
+
 def test_names_of_ones_own_folder_are_suggested(tmp_path: Path) -> None:
     folder = str(own_configs(tmp_path))
     with pytest.raises(ConfigError, match=r"got 'mime'; did you mean mine\?"):

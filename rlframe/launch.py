@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+import rlframe
 from rlframe.config.load import (
     REFUSALS,
     choices,
@@ -60,6 +61,10 @@ def main() -> None:
         if tool := tool_of(sys.argv[1:]):
             del sys.argv[1]
             runpy.run_module(f"rlframe.tools.{tool}", run_name="__main__", alter_sys=True)
+            return
+        if "--version" in sys.argv[1:]:
+            # Hydra would tell its own.
+            sys.stdout.write(f"rlframe {rlframe.__version__}\n")
             return
         if asks_for_help(sys.argv[1:]) or asks_for_completion(sys.argv[1:]):
             return

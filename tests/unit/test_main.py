@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlframe import __version__
 from rlframe.launch import main, tool_of
 from rlframe.run.config import RunConfig
 from rlframe.run.folder import claim
@@ -80,6 +81,12 @@ def test_a_file_in_ones_own_folder_takes_the_place_of_the_package_s(tmp_path: Pa
 def test_the_first_word_names_a_tool(tmp_path: Path) -> None:
     done = rlframe(tmp_path, "inspect-data", "--config-name", "grpo_qwen3_moe", "--config-dir=nowhere")
     assert done.returncode == 1 and "--config-dir must be a folder" in done.stderr
+
+
+def test_the_version_is_that_of_rlframe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["rlframe", "--version"])
+    main()
+    assert capsys.readouterr().out == f"rlframe {__version__}\n"
 
 
 def test_a_word_that_is_no_tool_is_refused_with_the_nearest() -> None:

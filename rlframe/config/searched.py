@@ -1,5 +1,5 @@
-"""What a process has of Hydra once: the order in which it looks for YAML files, in a user's own folder before the
-package's, and the program whose it is."""
+"""The state of Hydra, of which a process has one: the order in which it looks for YAML files, in a user's own folder
+before the package's, and the program whose it is."""
 
 import threading
 from collections.abc import Iterator, Sequence

@@ -42,6 +42,7 @@ ALLOWED = {
     "rlframe/attempts/runner.py:news": "asyncio.wait_for around it has a limit",
     "rlframe/attempts/sessions/marks.py:__await__": "of a session, whose limit `_answer` keeps",
     "rlframe/attempts/sessions/pool.py:forget": ENDED,
+    "rlframe/attempts/sessions/pool.py:try_start": "a process that is not ready in its time has failed to start",
     "rlframe/attempts/sessions/process.py:kill": ENDED,
     "rlframe/attempts/sessions/worker.py:_answer": ENDED,
     "rlframe/attempts/worker.py:_in_loop": IN_A_CALL,

@@ -57,6 +57,9 @@ class Callbacks:
             stop: ends the run when a callback asks for it.
         """
         self._all, self._stop, self._started = callbacks, stop, False
+        for callback in callbacks:
+            # What it has asked of an earlier run is no wish for this one.
+            callback._asked = ""
         self.results: Mapping[str, float] = {}
         """Results of the loop so far."""
         self.asked = False

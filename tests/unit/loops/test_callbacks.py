@@ -124,6 +124,16 @@ def test_a_callback_ends_the_run_after_a_step_that_is_saved(tmp_path: Path) -> N
     assert noting.noted[-1] == ("saved", 2)
 
 
+def test_what_a_callback_asked_of_an_earlier_run_does_not_end_the_next(tmp_path: Path) -> None:
+    noting = Noting()
+    for last in (2, 4):
+        noting.last = last
+        folder = tmp_path / str(last)
+        folder.mkdir()
+        with pytest.raises(Stopped, match=f"saved after step {last} of 9"):
+            run_steps(folder, noting, last_step=9)
+
+
 def test_an_empty_reason_ends_the_run_too(tmp_path: Path) -> None:
     with pytest.raises(Stopped, match="stopped by a callback: saved after step 2 of 9"):
         run_steps(tmp_path, Noting(last=2, reason=""), last_step=9)

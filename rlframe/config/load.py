@@ -50,7 +50,7 @@ def command_line(arguments: Sequence[str], *, default_name: str) -> list[str]:
         ConfigError: an argument that Hydra would refuse, or a configuration, group or choice that does not exist, with
             the nearest name.
     """
-    arguments = overrides_last(arguments)
+    arguments = overrides_last([_at_home(word) for word in arguments])
     extra = option(arguments, "--config-dir", "-cd")
     name = option(arguments, "--config-name", "-cn")
     folders = config_folders(extra)
@@ -62,6 +62,12 @@ def command_line(arguments: Sequence[str], *, default_name: str) -> list[str]:
         _check_name(name, folders)
     _check_places(name or default_name, arguments, folders)
     return _with_replaced(name or default_name, arguments, written, folders)
+
+
+def _at_home(word: str) -> str:
+    """Returns `--config-dir=~/folder` with the folder's whole path, which shells leave as it is, and Hydra too."""
+    name, equals, value = word.partition("=")
+    return f"{name}={Path(value).expanduser()}" if equals and name in ("--config-dir", "-cd") else word
 
 
 def option(arguments: Sequence[str], *names: str) -> str | None:

@@ -163,6 +163,12 @@ def test_ones_own_folder_comes_before_the_package_and_builds_on_it(tmp_path: Pat
         load("grpo_qwen3_moe", config_dir=str(folder))
 
 
+def test_ones_own_folder_may_be_named_by_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(own_configs(tmp_path).parent))
+    given = [f"--config-dir=~/{tmp_path.name}", "--config-name", "mine"]
+    assert command_line(given, default_name="") == [f"--config-dir={tmp_path}", *given[1:]]
+
+
 def test_a_program_of_hydra_s_own_and_its_threads_load(tmp_path: Path) -> None:
     with (
         hydra.initialize_config_dir(version_base="1.3", config_dir=str(own_configs(tmp_path))),

@@ -1,8 +1,8 @@
 """A pass before the first step, in which libraries choose their kernels and Triton compiles others.
 
-On an H200 the first training of a 1.7 B takes 13.5 s and that of 12 layers of a mixture of experts 16 to 20, and 2.5 and
-1.8 s after such a pass, which itself takes 13 and 19 s (docs/performance.md). The ranks of a policy otherwise wait so
-long for its engines.
+On an H200 the first training of a 1.7 B takes 13.5 s and that of 12 layers of a mixture of experts 16 to 20, and 2.5
+and 1.8 s after such a pass, which itself takes 13 and 19 s (docs/performance.md). The ranks of a policy otherwise wait
+so long for its engines.
 """
 
 import torch

@@ -8,6 +8,7 @@ import logging
 import pickle
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,17 +28,16 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor
 
 from rlframe.models.quantized.blocks import EngineFormat
-from rlframe.rollout.served.plain import dequantized_weights, is_quantized
-from rlframe.rollout.served.quantized import formats, quantized_weights, shapes
+from rlframe.rollout.served.quantized import formats, shapes
 from rlframe.rollout.served.recording import (
     LoadNotes,
     checkpoint_tensors,
     formats_of,
     moved,
     places,
-    random_weights,
     record_model,
 )
+from rlframe.rollout.served.weights import FirstWeights
 from rlframe.rollout.sglang import epochs
 from rlframe.rollout.sglang import sampler as sglang_sampler
 from rlframe.rollout.sglang.border import SCHEDULER_CALL, SchedulerRank
@@ -150,27 +150,15 @@ class RecordingLoader(DefaultModelLoader):
 
     def _get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields the checkpoint's tensors, or random ones, as this engine holds them."""
-        plain = self._plain_weights(model_config, model)
-        if self._format is EngineFormat.NONE:
-            yield from plain
-            return
-        device = str(next(model.parameters()).device)
-        yield from quantized_weights(plain, self._format, dtype=self._dtype, device=device)
-
-    def _plain_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields the checkpoint's tensors, or random ones. Tensors are drawn and dequantised only if this rank holds
-        part of them."""
-        folder = Path(model_config.model_path)
-        if self._random_seed is None and not is_quantized(folder):
-            yield from super()._get_all_weights(model_config, model)
-            return
-        tensors = checkpoint_tensors(folder)
-        held = [name for name in tensors if self._layout is None or name in self._layout.boxes]
-        if self._random_seed is None:
-            yield from dequantized_weights(folder, held)
-            return
-        device = str(next(model.parameters()).device)
-        yield from random_weights(held, folder, seed=self._random_seed, device=device)
+        first = FirstWeights(
+            folder=Path(model_config.model_path),
+            random_seed=self._random_seed,
+            engine_format=self._format,
+            dtype=self._dtype,
+            layout=self._layout,
+        )
+        own = partial(super()._get_all_weights, model_config, model)
+        yield from first.read(own, device=str(next(model.parameters()).device))
 
 
 def write_cache_apart(model: Any) -> None:

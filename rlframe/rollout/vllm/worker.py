@@ -10,6 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,16 @@ from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rollout.base.adapter import EngineAdapter
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.base.speculative import Drafts
-from rlframe.rollout.served.plain import dequantized_weights, is_quantized
-from rlframe.rollout.served.quantized import formats, quantized_weights, shapes
+from rlframe.rollout.served.quantized import formats, shapes
 from rlframe.rollout.served.recording import (
     LoadNotes,
     checkpoint_tensors,
     formats_of,
     moved,
     places,
-    random_weights,
     record_model,
 )
+from rlframe.rollout.served.weights import FirstWeights
 from rlframe.rollout.vllm import drafter
 from rlframe.rollout.vllm.adapter import adapter_layout, adapter_memory, occupy
 from rlframe.rollout.vllm.decode.ahead import look_ahead, multiplies_few_rows
@@ -164,28 +164,16 @@ class RecordingLoader(DefaultModelLoader):
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields the checkpoint's tensors, or random ones, as this engine holds them."""
-        plain = self._plain_weights(model_config, model)
-        if self._format is EngineFormat.NONE:
-            yield from plain
-            return
-        device = str(next(model.parameters()).device)
-        yield from quantized_weights(plain, self._format, dtype=model_config.dtype, device=device)
-
-    def _plain_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields the checkpoint's tensors, or random ones. Tensors are drawn and dequantised only if this rank holds
-        part of them."""
-        folder = Path(model_config.model)
-        if self._random_seed is None and not is_quantized(folder):
-            yield from super().get_all_weights(model_config, model)
-            return
         self.counter_before_loading_weights = time.perf_counter()
-        tensors = checkpoint_tensors(folder)
-        held = [name for name in tensors if self._layout is None or name in self._layout.boxes]
-        if self._random_seed is None:
-            yield from dequantized_weights(folder, held)
-            return
-        device = str(next(model.parameters()).device)
-        yield from random_weights(held, folder, seed=self._random_seed, device=device)
+        first = FirstWeights(
+            folder=Path(model_config.model),
+            random_seed=self._random_seed,
+            engine_format=self._format,
+            dtype=model_config.dtype,
+            layout=self._layout,
+        )
+        own = partial(super().get_all_weights, model_config, model)
+        yield from first.read(own, device=str(next(model.parameters()).device))
 
 
 def capture_of(model: Any, vllm_config: Any) -> RouteCapture | None:

@@ -93,6 +93,15 @@ class OptimizerConfig:
         """Returns whether a step may be skipped."""
         return self.skip_norm_above is not None or self.skip_outlier_factor is not None
 
+    def caution(self, total_steps: int) -> str | None:
+        """Returns a warning if the learning rate never reaches `lr` in a run of so many optimizer steps, or None."""
+        if self.warmup_steps <= total_steps:
+            return None
+        return (
+            f"optimizer.warmup_steps={self.warmup_steps} is more than the {total_steps} optimizer steps of the run, in "
+            f"which the learning rate never reaches {self.lr:g}"
+        )
+
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.min_lr > self.lr:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 
@@ -20,6 +20,7 @@ from rlframe.loops.reporting.summary import closing_paragraph
 from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption
 from rlframe.loops.stop import Stop
+from rlframe.megatron.driver.policy import ModelGroup
 from rlframe.run.compose.modes.evaluate import evaluate
 from rlframe.run.compose.modes.generate import generate
 from rlframe.run.compose.modes.self_test import self_test, without_learning
@@ -108,7 +109,7 @@ def run_on(
             return without_training(parts, algorithm, stop)
         loop = compose(parts, algorithm)
         garbage.release()
-        for caution in [*algorithm.cautions(config.facts), *filter(None, [job.caution(config.checkpoint.on_signal_s)])]:
+        for caution in cautions(parts, algorithm):
             loop.metrics.print_line(f"warning: {caution}")
         loop.schedule.stop, loop.schedule.begin = stop, start_up.over
         assert loop.metrics.alerts, "of every run that trains"
@@ -153,6 +154,16 @@ def without_training(parts: Parts, algorithm: Algorithm, stop: Stop) -> dict[str
         return evaluate(parts, algorithm)
     stop.outside_steps = "before the last prompt; the same command goes on with the prompts that have no responses yet"
     return generate(parts)
+
+
+def cautions(parts: Parts, algorithm: Algorithm) -> Iterator[str]:
+    """Yields a warning about each setting that is allowed, but likely to be a mistake."""
+    yield from algorithm.cautions(parts.config.facts)
+    found = [job.caution(parts.config.checkpoint.on_signal_s)]
+    for group in parts.groups:
+        if isinstance(group, ModelGroup):
+            found.append(group.setup.train.optimizer.caution(group.setup.total_optimizer_steps))
+    yield from filter(None, found)
 
 
 def compose(parts: Parts, algorithm: Algorithm) -> OnlineLoop | ReplayLoop | OfflineLoop:

@@ -82,3 +82,9 @@ def test_the_rate_never_leaves_its_bounds(schedule: Schedule) -> None:
 def test_a_decay_that_ends_before_the_first_step_is_refused(steps: int) -> None:
     with pytest.raises(ValueError, match=f"decay_steps must be at least 1 .null: the whole run., got {steps}"):
         OptimizerConfig(decay_steps=steps)
+
+
+def test_a_warm_up_that_outlasts_the_run_is_told() -> None:
+    config = OptimizerConfig(lr=2e-5, warmup_steps=100)
+    assert config.caution(100) is None
+    assert "warmup_steps=100 is more than the 99 optimizer steps" in (config.caution(99) or "")

@@ -52,6 +52,8 @@ def load(folder: Path, *, chat_template: str | None = None) -> "PreTrainedTokeni
         raise CheckpointError(
             f"{folder}: its tokenizer cannot be loaded, from {_present(folder)}: {type(error).__name__}: {error!s:.300}"
         ) from error
+    # Llama 3's folder, for one, asks to drop spaces before punctuation: another text than was sampled.
+    tokenizer.clean_up_tokenization_spaces = False
     if chat_template is not None:
         chat_templates.give(tokenizer, chat_template)
     return tokenizer

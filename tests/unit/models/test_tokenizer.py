@@ -39,6 +39,18 @@ def test_files_that_changed_are_read_again(folder: Path) -> None:
     assert tokenizer.load(folder).eos_token == "<pad>"
 
 
+def test_a_text_keeps_its_spaces_whatever_the_folder_says_of_cleaning(folder: Path) -> None:
+    texts = ["[", "1", " ,", " 2", " !", " ]"]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({text: place for place, text in enumerate(texts)}))
+    made.decoder = tokenizers.decoders.Fuse()
+    cleaning = transformers.PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=True)
+    assert cleaning.decode(range(6)) == "[1, 2! ]", "transformers cleans up"
+    cleaning.save_pretrained(folder)
+    # As above.
+    os.utime(folder / "tokenizer_config.json", ns=(1, 1))
+    assert tokenizer.load(folder).decode(list(range(6))) == "[1 , 2 ! ]"
+
+
 class InCapitals(transformers.PreTrainedTokenizerFast):
     """A tokenizer with a way of its own to decode."""
 

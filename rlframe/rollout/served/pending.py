@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlframe.cluster.watch.marks import mark
+from rlframe.rollout.base.stop import completes, reach
 from rlframe.types.batch import TopLogprobs
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, versions_by_token
 from rlframe.utils.errors import RlframeError
@@ -80,8 +81,7 @@ class PendingRequest:
 def spelled(token_ids: list[int], *, first: int, request: GenerationRequest, tokenizer: Any) -> int | None:
     """Returns the smallest number of tokens, from `first` on, that end with a stop string. None if there is none.
 
-    Follows the transformers engine, so that all engines stop at the same token: no stop before min_tokens, and only the
-    newest tokens are decoded, as many as the longest string needs. A string may begin in the tokens of an earlier
+    All engines stop at the same token, and not before min_tokens. A string may begin in the tokens of an earlier
     request.
 
     Args:
@@ -91,11 +91,9 @@ def spelled(token_ids: list[int], *, first: int, request: GenerationRequest, tok
     if not sampling.stop:
         return None
     token_ids, before = request.begun + token_ids, request.first_position
-    # A character takes at most 4 byte-level tokens, so a stop string just finished lies within this many.
-    tail = 4 * max(len(string) for string in sampling.stop) + 4
+    most = reach(sampling.stop)
     for count in range(max(before + first, sampling.min_tokens), len(token_ids) + 1):
-        text = tokenizer.decode(token_ids[max(0, count - tail) : count])
-        if any(string in text for string in sampling.stop):
+        if completes(token_ids[max(0, count - most) : count], sampling.stop, tokenizer):
             return count - before
     return None
 

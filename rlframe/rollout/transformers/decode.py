@@ -14,6 +14,7 @@ from torch import Tensor
 from rlframe.cluster.watch.marks import mark
 from rlframe.rollout.base.routes import RouteRecorder
 from rlframe.rollout.base.sampling import sample, uniforms
+from rlframe.rollout.base.stop import completes, reach
 from rlframe.rollout.transformers.kv_cache import KVCache
 from rlframe.types.rollout import Completion, FinishReason, GenerationRequest, SamplingParams, versions_by_token
 
@@ -327,7 +328,7 @@ class DecodeLoop:
             rows.generated += running
             rows.stopped |= running & torch.isin(sampled.tokens, self.stop_tokens)
             if self.sampling.stop:
-                rows.stopped |= running & self.holds_stop_string(rows)
+                rows.stopped |= running & self.completes_stop_string(rows)
             used += 1
             forbidden_steps -= 1
             if int(rows.finished.sum()) >= enough or self.control.wanted:
@@ -338,14 +339,13 @@ class DecodeLoop:
         is_stop = torch.zeros(vocabulary, dtype=torch.bool, device=self.device).index_fill_(0, self.stop_tokens, True)
         return is_stop & (rows.generated < rows.min_tokens)[:, None]
 
-    def holds_stop_string(self, rows: Rows) -> Bool[Tensor, " B"]:
-        """Returns [B] True where the newest tokens spell a stop string and min_tokens is reached."""
-        # A character takes at most 4 byte-level tokens, so a stop string just finished lies within this many.
-        tail = 4 * max(len(string) for string in self.sampling.stop) + 4
-        found = []
-        for request, count in zip(rows.request.tolist(), rows.generated.tolist(), strict=True):
-            text = self.tokenizer.decode(self.tokens[request, max(0, count - tail) : count].tolist())
-            found.append(any(string in text for string in self.sampling.stop))
+    def completes_stop_string(self, rows: Rows) -> Bool[Tensor, " B"]:
+        """Returns [B] True where the newest token completes a stop string and min_tokens is reached."""
+        stop, most = self.sampling.stop, reach(self.sampling.stop)
+        found = [
+            completes(self.tokens[request, max(0, count - most) : count].tolist(), stop, self.tokenizer)
+            for request, count in zip(rows.request.tolist(), rows.generated.tolist(), strict=True)
+        ]
         return torch.tensor(found, device=self.device) & (rows.generated >= rows.min_tokens)
 
     def without(self, rows: Rows, finished: Bool[Tensor, " B"]) -> Rows:

@@ -1,7 +1,6 @@
 import asyncio
 import pickle
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,21 +47,32 @@ def test_a_stop_string_ends_the_response_at_the_token_that_completes_it():
     assert spelled(tokens, first=1, request=request(), tokenizer=Letters()) is None
 
 
-def test_a_stop_string_counts_once_min_tokens_are_there():
+def test_a_stop_string_that_is_complete_before_min_tokens_ends_nothing():
     tokens = [0, 1, 2, 0, 1, 2]
-    # Completed before, it is still among the newest tokens, as in the transformers engine.
     stops = request(stop=("bc",), min_tokens=4)
-    assert spelled(tokens, first=1, request=stops, tokenizer=Letters()) == 4
+    assert spelled(tokens[:5], first=1, request=stops, tokenizer=Letters()) is None
+    assert spelled(tokens, first=1, request=stops, tokenizer=Letters()) == 6
+    assert spelled(tokens, first=1, request=request(stop=("bc",), min_tokens=3), tokenizer=Letters()) == 3
+
+
+def test_a_stop_string_may_end_within_a_token_and_begin_with_half_a_character():
+    class Pieces:
+        def decode(self, token_ids: list[int]) -> str:
+            pieces = [b"\xf0\x9f", b"\xa6\x8a", b"a", b"aba!"]
+            return b"".join(pieces[token] for token in token_ids).decode(errors="replace")
+
+    for stop in ("\U0001f98aaab", "ab", "aa"):
+        stops = request(stop=(stop,), min_tokens=2)
+        assert spelled([0, 1, 2, 3], first=1, request=stops, tokenizer=Pieces()) == 4
+    assert spelled([0, 1, 2, 3], first=1, request=request(stop=("\U0001f98a",)), tokenizer=Pieces()) == 2
 
 
 def test_a_stop_string_may_begin_in_what_an_earlier_request_sampled():
     stops = request(begun=(0, 1), stop=("bc",))
     assert spelled([2, 0], first=1, request=stops, tokenizer=Letters()) == 1
     assert spelled([0, 0], first=1, request=stops, tokenizer=Letters()) is None
-    # b alone, before these tokens, would have ended the earlier request.
-    assert spelled([2, 0], first=2, request=replace(stops, first_position=1), tokenizer=Letters()) == 2
     late = request(begun=(0, 1), stop=("bc",), min_tokens=4)
-    assert spelled([2, 0], first=1, request=late, tokenizer=Letters()) == 2
+    assert spelled([2, 0], first=1, request=late, tokenizer=Letters()) is None
 
 
 def test_tokens_are_told_apart_by_the_version_that_sampled_them():

@@ -223,14 +223,15 @@ class TrainerMemory:
     def in_flight(self, stage: int) -> float:
         """Returns the micro-batches whose activations a stage holds at once, in micro-batches of the whole stage.
 
-        Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2: as many as there are stages from this one on, and
-        (pp - 1) / (pp vpp) more in an interleaved schedule.
+        Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2: as many as there are stages from this one on. In
+        an interleaved schedule a stage begins as many chunks as Megatron-Core's `get_pp_rank_microbatches` says, and
+        one more, before it gives the first one back.
         """
         parallel = self.parallel
-        plain = min(self.microbatches, parallel.pp - stage)
+        after = parallel.pp - stage - 1
         if parallel.vpp == 1:
-            return plain
-        return min(self.microbatches, plain * (1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)))
+            return min(self.microbatches, after + 1)
+        return min(self.microbatches, (2 * after + (parallel.vpp - 1) * parallel.pp + 1) / parallel.vpp)
 
     def _end(self, stage: StageWeights) -> tuple[float, float]:
         """Returns the bytes of the logits and of what leads to them."""

@@ -198,6 +198,15 @@ def test_tensor_parallel_ranks_share_activations_and_pipeline_stages_hold_severa
     assert {part.name: part.bytes for part in last.work[Phase.TRAIN]}["activations"] == pytest.approx(kept / 2)
 
 
+def test_the_last_stage_of_an_interleaved_pipeline_holds_several_micro_batches_too(tmp_path: Path) -> None:
+    found = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1p4v3")
+    # Of 3 chunks each: two rounds of 4, twice the stages behind, and the one at work.
+    chunks = [8 + 2 * behind + 1 for behind in (3, 2, 1, 0)]
+    assert [found.trainer.in_flight(stage) for stage in range(4)] == pytest.approx([each / 3 for each in chunks])
+    few = replace(found.trainer, microbatches=4)
+    assert [few.in_flight(stage) for stage in range(4)] == pytest.approx([4, 4, 11 / 3, 3])
+
+
 def test_each_chunk_of_a_stage_recomputes_its_own_first_layers(tmp_path: Path) -> None:
     settings = ("train.recompute=full", "train.recompute_options.method=block", "train.recompute_options.layers=3")
     found = planned(tmp_path / "a", QWEN3_4B, "train.parallel=d1p2v3", *settings).trainer

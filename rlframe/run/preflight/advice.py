@@ -122,15 +122,21 @@ def changes_between(old: RunConfig, new: RunConfig) -> Iterator[Change]:
 
 
 def _settings(run: RunConfig) -> dict[str, Any]:
-    """Returns the settings by dotted key, the layout as one text."""
-    return flat(as_dict(replace(run, train=replace(run.train, parallel=str(layout_of(run.train.parallel))))))
+    """Returns the settings by dotted key, layouts as one text."""
+    settings = as_dict(run)
+    settings["train"]["parallel"] = str(layout_of(run.train.parallel))
+    if run.critic.train is not None:
+        settings["critic"]["train"]["parallel"] = str(layout_of(run.critic.train.parallel))
+    return flat(settings)
 
 
 def faults_of(plan: Plan) -> list[Fault]:
-    """Returns the faults of the policy's layout and of the engine's split, without which nothing can be counted."""
-    layout = plan.parallel
-    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "cp", "ep", "etp")}
-    found = shards.faults(plan.architecture, **sizes, **layout.stages, **asdict(plan.run.train.context_parallel))
+    """Returns the faults of the layouts of ranks and of the engine's split, without which nothing can be counted."""
+    found = []
+    for architecture, layout in plan.layouts():
+        sizes = {name: getattr(layout, name) for name in ("dp", "tp", "cp", "ep", "etp")}
+        context = asdict(plan.run.train.context_parallel)
+        found += shards.faults(architecture, **sizes, **layout.stages, **context)
     return [*found, *plan.run.rollout.faults(plan.architecture)] if plan.engine else found
 
 

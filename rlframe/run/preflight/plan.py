@@ -1,8 +1,9 @@
 """The plan of a run: its processes on their devices, and the seconds of its step."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
 from rlframe.cluster.roles import CRITIC, ENGINES, JUDGE_ENGINES, POLICY, REWARD_MODEL, TEACHER, TEACHER_ENGINES, Place
@@ -197,6 +198,19 @@ class Plan:
             layout = replace(layout, ep=1, etp=1)
         size = 2 if self.run.train.dtype == Dtype.BFLOAT16 else 4
         return max(stage.all for stage in counter.stages(layout)) * size
+
+    def layouts(self) -> Iterator[tuple[Architecture, Parallel]]:
+        """Yields the layout of every model in ranks: of the policy, the critic, a teacher and a reward model."""
+        run, models = self.run, self.models
+        yield self.architecture, self.parallel
+        if self.critic:
+            counter = models.counter(run.critic_model, self.critic.model_outputs)
+            yield counter.architecture, layout_of(run.critic_train.parallel)
+        if run.teacher and (layout := run.teacher.own_layout):
+            yield models.counter(run.teacher.model).architecture, layout
+        if model := run.reward.model:
+            config = ModelConfig(path=model.path, revision=model.revision)
+            yield models.counter(config, 1).architecture, Parallel.parse(model.parallel)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -450,7 +464,25 @@ def with_train(found: Plan, train: TrainConfig) -> Plan:
 
 
 def with_run(found: Plan, run: RunConfig) -> Plan:
-    """Returns the plan of another run of the same algorithm, on the same devices with the same lengths."""
+    """Returns the plan of another run of the same algorithm, on the same devices with the same lengths. What changes in
+    `train` changes for a critic that has the same, as where a configuration is read."""
+    if run.critic.train is not None:
+        train = followed(run.critic.train, found.run.train, run.train)
+        run = replace(run, critic=replace(run.critic, train=train))
     return Plan(
         run, found.algorithm, found.accelerator, found.workload, found.models, found.devices_per_host, found.rules
     )
+
+
+def followed(mine: Any, before: Any, after: Any) -> Any:
+    """Returns `mine` with what `after` changes of the settings that it had in common with `before`."""
+    changed = {}
+    for name in (each.name for each in fields(mine)):
+        own, old, new = (getattr(settings, name) for settings in (mine, before, after))
+        if old == new:
+            continue
+        if own == old:
+            changed[name] = new
+        elif is_dataclass(own) and type(own) is type(old) is type(new):
+            changed[name] = followed(own, old, new)
+    return replace(mine, **changed)

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from rlframe.cluster.roles import CRITIC
+from rlframe.run.check import faults_of_settings
 from rlframe.run.check.context import algorithm_of
 from rlframe.run.load import load
 from rlframe.run.preflight import constants
+from rlframe.run.preflight.advice import faults_of
 from rlframe.run.preflight.describe import facts
 from rlframe.run.preflight.devices import KINDS
 from rlframe.run.preflight.explain import phase_of
+from rlframe.run.preflight.layouts import best
 from rlframe.run.preflight.parts import Phase
 from rlframe.run.preflight.plan import Plan, plan
 from rlframe.run.preflight.turns import Sleeper, Turn, changes
@@ -156,3 +159,19 @@ def test_an_engine_wakes_its_weights_for_the_sync_and_its_cache_to_sample(tmp_pa
     assert sleeps["train"] - stays["train"] == pytest.approx((weights + 29.3e9) / constants.GIVE_BACK_BANDWIDTH)
     assert host["train"] - sleeps["train"] == pytest.approx(weights / constants.HOST_BANDWIDTH)
     assert host["weight sync"] - sleeps["weight sync"] == pytest.approx(weights / constants.HOST_BANDWIDTH)
+
+
+def test_a_proposed_layout_changes_the_critic_as_its_arguments_do(tmp_path: Path, whole: Plan) -> None:
+    asked = replace(whole, rules=faults_of_settings)
+    first = best(asked, 2)[0]
+    assert first.plan.run.critic_train.recompute == first.plan.run.train.recompute != whole.run.train.recompute
+    assert first.plan.run.critic_train.optimizer.lr == 1e-5
+    again = ppo(tmp_path, *first.overrides)
+    assert again.worst.peak_bytes == first.plan.worst.peak_bytes
+    assert again.total_seconds == pytest.approx(first.plan.total_seconds)
+
+
+def test_a_critic_that_the_layout_does_not_divide_is_a_fault(tmp_path: Path) -> None:
+    critic = folder(tmp_path / "critic", QWEN3_4B | {"num_hidden_layers": 27})
+    (fault,) = faults_of(ppo(tmp_path, "train.parallel=d1p2", f"critic.model.path={critic}"))
+    assert "pp 2 must divide num_layers 27" in str(fault)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from rlframe.cluster.roles import ENGINES
 from rlframe.megatron.config.options import ContextParallelConfig, Recompute, RecomputeConfig, RecomputeMethod
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.megatron.config.train import TrainConfig
@@ -63,14 +64,19 @@ def best(plan: Plan, num_devices: int, *, most: int = 3) -> list[Layout]:
 
 
 def _candidates(plan: Plan, num_devices: int) -> Iterator[Layout]:
-    """Yields every combination of ranks, recomputation and engines that fits."""
+    """Yields every combination of ranks, recomputation and engines that fits beside the models with devices of their
+    own."""
+    given = num_devices
+    num_devices -= sum(device.count for device in plan.devices[1:] if ENGINES not in device.names)
     for own, parallel in _ranks(plan, num_devices):
         for train in _trained(plan, parallel):
             alone = with_run(plan, replace(plan.run, train=train))
             if _refused(alone) or peak(alone.trainer.process()) > _usable(plan):
                 continue
             for rollout in _engines(plan, num_devices - parallel.world if own else num_devices, own=own):
-                if found := _fitting(alone, rollout, plan.run):
+                found = _fitting(alone, rollout, plan.run)
+                # A critic with devices of its own may have got another layout too.
+                if found and found.plan.num_devices <= given:
                     yield found
 
 

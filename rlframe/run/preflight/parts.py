@@ -72,9 +72,14 @@ class DeviceMemory:
     phases: tuple[Phase, ...]
 
     @property
-    def roles(self) -> str:
+    def names(self) -> list[str]:
         """The roles on the device."""
-        return ", ".join(process.role for process in self.processes)
+        return [process.role for process in self.processes]
+
+    @property
+    def roles(self) -> str:
+        """The same in words."""
+        return ", ".join(self.names)
 
     def at(self, phase: Phase) -> list[tuple[str, Part]]:
         """Returns the parts of a phase, each with its role."""

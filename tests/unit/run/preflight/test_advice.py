@@ -125,6 +125,18 @@ def test_proposed_layouts_fit_and_are_in_the_order_of_their_seconds(tmp_path: Pa
     )
 
 
+def test_proposed_layouts_leave_other_models_the_devices_of_their_own(tmp_path: Path) -> None:
+    reward = [f"reward.model.path={folder(tmp_path / 'reward', QWEN3_4B)}", "reward.model.parallel=t2"]
+    settings = ("train.parallel=d6", "rollout.num_engines=6", *reward, "reward.model.colocate=false")
+    found = planned(tmp_path / "a", QWEN3_4B, *settings)
+    assert found.num_devices == 8
+    layouts = best(found, 8)
+    assert layouts and all(layout.plan.num_devices == 8 for layout in layouts)
+    # A critic of the same layout takes as many devices as the policy.
+    apart = planned(tmp_path / "a", QWEN3_4B, "algorithm=ppo", "train.parallel=d1", "+critic.colocate=false")
+    assert all(layout.plan.num_devices <= 4 for layout in best(apart, 4))
+
+
 def test_engines_of_one_device_with_a_worker_apart_are_compared_with_those_of_several(tmp_path: Path) -> None:
     settings = ("train.parallel=d8e8", "rollout.num_engines=8", "++rollout.worker_process=true")
     layouts = best(planned(tmp_path / "a", MOE, *settings), 8)

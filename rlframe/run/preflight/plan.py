@@ -1,9 +1,8 @@
 """The plan of a run: its processes on their devices, and the seconds of its step."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from rlframe.algorithms.base import Algorithm, OnlineAlgorithm
 from rlframe.cluster.roles import CRITIC, ENGINES, JUDGE_ENGINES, POLICY, REWARD_MODEL, TEACHER, TEACHER_ENGINES, Place
@@ -30,6 +29,7 @@ from rlframe.run.roles import teacher_engine, topology
 from rlframe.run.teacher import TeacherPlacement
 from rlframe.types.results import Output
 from rlframe.utils.faults import Fault
+from rlframe.utils.nested import followed
 
 MAX_LENGTH = 16384
 """Longest response that the estimate assumes where nothing else bounds it."""
@@ -147,7 +147,7 @@ class Plan:
             merges=self.run.sends_merged(online=self.algorithm.online),
             cuda=self.cuda,
             quantizes=self.workload.sampled and self.run.rollout.engine_format is not EngineFormat.NONE,
-            teacher_bytes=self._frozen_bytes(teacher.model, self.parallel) if inside and teacher else 0.0,
+            teacher_bytes=self._frozen_bytes(teacher.model) if inside and teacher else 0.0,
         )
 
     @cached_property
@@ -192,12 +192,14 @@ class Plan:
             shares=shares and self.cuda,
         )
 
-    def _frozen_bytes(self, model: ModelConfig, layout: Parallel) -> float:
-        counter = self.models.counter(model)
-        if not counter.architecture.num_experts:
-            layout = replace(layout, ep=1, etp=1)
+    def _inside(self, model: ModelConfig) -> Parallel:
+        """Returns the layout of a teacher in the policy's ranks."""
+        experts = self.models.counter(model).architecture.num_experts
+        return self.parallel if experts else replace(self.parallel, ep=1, etp=1)
+
+    def _frozen_bytes(self, model: ModelConfig) -> float:
         size = 2 if self.run.train.dtype == Dtype.BFLOAT16 else 4
-        return max(stage.all for stage in counter.stages(layout)) * size
+        return max(stage.all for stage in self.models.counter(model).stages(self._inside(model))) * size
 
     def layouts(self) -> Iterator[tuple[Architecture, Parallel]]:
         """Yields the layout of every model in ranks: of the policy, the critic, a teacher and a reward model."""
@@ -320,6 +322,8 @@ class Plan:
         if forward:
             # The reference's weights go there and back.
             found["logprobs"] = forward * one_pass + 2 * self.host.reference_bytes / constants.REFERENCE_BANDWIDTH
+        for model, outputs, layout in self._frozen_in_ranks():
+            found["logprobs"] = found.get("logprobs", 0.0) + self._frozen_seconds(model, outputs, layout)
         found["train"] = self.update_seconds + constants.CALL_S
         found["train"] += one_pass if self.algorithm.needs_entropies else 0.0
         if self.critic_trainer:
@@ -331,6 +335,25 @@ class Plan:
         for phase, changing in turns.changes(self._turns(found), self._sleepers()).items():
             found[phase] += changing
         return found
+
+    def _frozen_in_ranks(self) -> Iterator[tuple[ModelConfig, int | None, Parallel]]:
+        """Yields the teacher and the reward model that see the whole batch in ranks, their outputs and layouts."""
+        teacher, reward = self.run.teacher, self.run.reward.model
+        if teacher and teacher.placement is not TeacherPlacement.ENGINE:
+            yield teacher.model, None, teacher.own_layout or self._inside(teacher.model)
+        if reward and self.workload.sampled:
+            model = ModelConfig(path=reward.path, revision=reward.revision)
+            yield model, 1, Parallel.parse(reward.parallel)
+
+    def _frozen_seconds(self, model: ModelConfig, outputs: int | None, layout: Parallel) -> float:
+        """Returns the seconds of a frozen model's forward pass over the batch."""
+        train = forward_only(self.run.train, layout)
+        counter, division = self.models.counter(model, outputs), divide(self.workload, train)
+        memory = TrainerMemory(
+            role=TEACHER, train=train, architecture=counter.architecture, counter=counter, tokens=division.tokens,
+            microbatches=division.microbatches, sequence_tokens=self.workload.sequence_tokens, cuda=self.cuda,
+        )  # fmt: skip
+        return self._over_batch(self.timed(memory, division), division, train)
 
     @property
     def update_seconds(self) -> float:
@@ -472,17 +495,3 @@ def with_run(found: Plan, run: RunConfig) -> Plan:
     return Plan(
         run, found.algorithm, found.accelerator, found.workload, found.models, found.devices_per_host, found.rules
     )
-
-
-def followed(mine: Any, before: Any, after: Any) -> Any:
-    """Returns `mine` with what `after` changes of the settings that it had in common with `before`."""
-    changed = {}
-    for name in (each.name for each in fields(mine)):
-        own, old, new = (getattr(settings, name) for settings in (mine, before, after))
-        if old == new:
-            continue
-        if own == old:
-            changed[name] = new
-        elif is_dataclass(own) and type(own) is type(old) is type(new):
-            changed[name] = followed(own, old, new)
-    return replace(mine, **changed)

@@ -175,3 +175,20 @@ def test_a_critic_that_the_layout_does_not_divide_is_a_fault(tmp_path: Path) -> 
     critic = folder(tmp_path / "critic", QWEN3_4B | {"num_hidden_layers": 27})
     (fault,) = faults_of(ppo(tmp_path, "train.parallel=d1p2", f"critic.model.path={critic}"))
     assert "pp 2 must divide num_layers 27" in str(fault)
+
+
+def test_a_teacher_and_a_reward_model_in_ranks_take_a_forward_pass(tmp_path: Path) -> None:
+    other = folder(tmp_path / "other", QWEN3_4B)
+    settings = ("train.parallel=d1", "prompts_per_step=64", "train.num_minibatches=1")
+    alone = planned(tmp_path / "a", QWEN3_4B, *settings)
+    judged = planned(tmp_path / "a", QWEN3_4B, *settings, f"reward.model.path={other}")
+    taught = planned(tmp_path / "a", QWEN3_4B, *settings, "algorithm=on_policy_distillation", f"+teacher.path={other}")
+    head, speeds = 151936 * 2560, KINDS["h200"].speeds
+    assert speeds is not None and "logprobs" not in alone.step_seconds
+    # The products of every token, and attention: a reward model has no logits.
+    products = [
+        2 * weights * found.workload.tokens / (speeds.flops * constants.DENSE_EFFICIENCY)
+        for found, weights in ((judged, PARAMETERS - head), (taught, PARAMETERS))
+    ]
+    for found, least in zip((judged, taught), products, strict=True):
+        assert 0.95 * least < found.step_seconds["logprobs"] < 2 * least

@@ -114,7 +114,12 @@ class TrainerMemory:
 
     def matrices(self, stage: StageWeights) -> float:
         """Returns the number of weights of a rank apart from embedding and output layer."""
-        return max(0, stage.all - stage.head * (1 if self.architecture.tie_embeddings else 2))
+        shape, parallel = self.architecture, self.parallel
+        rows = padded_vocab_size(shape, tp=parallel.tp) // parallel.tp
+        last = stage.stage == parallel.pp - 1 and shape.num_outputs is None
+        # The last stage of several has a copy of an embedding that is tied.
+        output = last and (parallel.pp > 1 or not shape.tie_embeddings)
+        return stage.all - ((stage.stage == 0) + output) * rows * shape.hidden_size
 
     def state_bytes(self, stage: StageWeights) -> float:
         """Returns the bytes of a checkpoint that a rank holds, at most: weights, main weights and moments."""

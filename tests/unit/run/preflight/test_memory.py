@@ -144,6 +144,26 @@ def test_states_take_eighteen_bytes_a_parameter_and_are_shared_by_the_ranks_that
     assert part(four, Phase.TRAIN, "moments") == 8 * parameters / 4
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", ["d1", "d1t2", "d1p2", "d1p3"])
+def test_layers_alone_have_weights_in_8_bits(tmp_path: Path, layout: str, tied: bool) -> None:
+    hf = QWEN3_4B | {"tie_word_embeddings": tied}
+    found = planned(tmp_path / "a", hf, f"train.parallel={layout}", "train.fp8.recipe=blockwise").trainer
+    norms = 1.001
+    layer = 2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728
+    each = 36 * layer / found.parallel.tp / found.parallel.pp
+    for stage in found.stages():
+        assert each <= found.matrices(stage) < norms * each
+        states = {part.name: part.bytes for part in found.states(stage)}
+        assert states["weights in 8 bits, by rows and by columns"] == 2 * found.matrices(stage)
+    critic = replace(
+        found,
+        architecture=found.architecture.with_outputs(1),
+        counter=Counter(QWEN3, found.architecture.with_outputs(1)),
+    )
+    assert all(each <= critic.matrices(stage) < norms * each for stage in critic.stages())
+
+
 def test_a_matrix_of_muon_has_a_momentum_alone(tmp_path: Path) -> None:
     four = planned(tmp_path / "a", MOE, "train.parallel=d8e4", "train.optimizer.name=muon")
     experts = 48 * 128 * EXPERT / 4

@@ -197,7 +197,8 @@ def claim(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
     if rollout.kv_cache_gb is not None:
         yield from cache_size(run, plan, rollout)
         return
-    least = plan.engine.weights_bytes + plan.engine.sequence_tokens * plan.engine.token_bytes * 4 + 2.5e9
+    least = plan.engine.weights_bytes + plan.engine.drafter_bytes + 2.5e9
+    least += plan.engine.sequence_bytes * 4
     fitting = rollout.gpu_memory_utilization - max(0.0, plan.missing_bytes) / plan.accelerator.memory_bytes
     wanted = max(LOWEST_UTILIZATION, least / plan.accelerator.memory_bytes)
     new = int(100 * max(wanted, fitting)) / 100
@@ -208,7 +209,7 @@ def claim(run: RunConfig, plan: Plan) -> Iterator[RunConfig]:
 def cache_size(run: RunConfig, plan: Plan, rollout: ServedConfig) -> Iterator[RunConfig]:
     """Yields a cache as large as fits beside the others, of four sequences at least."""
     assert plan.engine is not None and rollout.kv_cache_gb is not None
-    least = plan.engine.sequence_tokens * plan.engine.token_bytes * 4 / 1e9
+    least = plan.engine.sequence_bytes * 4 / 1e9
     missing = max(0.0, plan.missing_bytes) / rollout.engines_per_device
     new = int(100 * max(least, rollout.kv_cache_gb - missing / 1e9)) / 100
     if 0 < new != rollout.kv_cache_gb:

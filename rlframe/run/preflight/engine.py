@@ -1,17 +1,55 @@
 """Memory of a device of engines."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from rlframe.megatron.config.mtp import MtpMode
+from rlframe.megatron.config.parallel import Parallel
+from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.quantized.blocks import SIZE, EngineFormat
 from rlframe.rollout.base.config import CacheFormat, EngineDtype, RolloutConfig
+from rlframe.rollout.base.speculative import SpeculativeMethod
 from rlframe.rollout.served.cache import token_bytes
 from rlframe.rollout.served.config import ServedConfig
 from rlframe.run.preflight import constants
 from rlframe.run.preflight.parts import Part, Phase, Process
+from rlframe.run.preflight.weights import Counter
+from rlframe.utils.errors import CheckpointError, ConfigError
 
 SCALE_BYTES = 4
 """Bytes of the scale of a block of SIZE x SIZE weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drafter:
+    """A draft model or head of an engine, split over its devices like the model."""
+
+    architecture: Architecture
+    """Its layers, whose keys and values lie in the engine's cache."""
+    parameters: int
+    """Number of its parameters that the model does not have."""
+
+
+def drafter_of(config: RolloutConfig, model: ModelConfig, count: Callable[..., Counter]) -> Drafter | None:
+    """Returns what drafts for an engine of `model`. None if nothing with weights does, or if it is of no known family.
+
+    Args:
+        count: returns what counts a model's parameters.
+    """
+    speculative = config.speculative
+    if speculative is None or speculative.method is SpeculativeMethod.NGRAM:
+        return None
+    if speculative.method is SpeculativeMethod.MTP:
+        plain, headed = count(model), count(model, mtp=MtpMode.KEEP)
+        head = headed.stages(Parallel())[0].all - plain.stages(Parallel())[0].all
+        return Drafter(architecture=replace(plain.architecture, num_layers=1, gated_delta_layers=()), parameters=head)
+    assert speculative.model is not None, "the draft model is checked with the configuration"
+    try:
+        counter = count(ModelConfig(path=speculative.model))
+    except (ConfigError, CheckpointError):
+        return None
+    return Drafter(architecture=counter.architecture, parameters=counter.stages(Parallel())[0].all)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +70,12 @@ class EngineMemory:
     cuda: bool = True
     shares: bool = False
     """Whether it takes turns with other roles on the device."""
+    drafter: Drafter | None = None
+
+    @property
+    def drafter_bytes(self) -> float:
+        """Bytes of the weights on one device that only draft."""
+        return self.drafter.parameters * self.itemsize / self.config.devices_per_engine if self.drafter else 0.0
 
     @property
     def itemsize(self) -> int:
@@ -53,9 +97,16 @@ class EngineMemory:
     def token_bytes(self) -> float:
         """Bytes of the keys and values of one token on one device, with its share of the sequence's states. Key heads
         that tp does not divide are copied."""
+        return self._keys(self.architecture) + self.state_bytes / self.sequence_tokens
+
+    @property
+    def cached_bytes(self) -> float:
+        """The same with the keys and values of what drafts."""
+        return self.token_bytes + (self._keys(self.drafter.architecture) if self.drafter else 0.0)
+
+    def _keys(self, architecture: Architecture) -> float:
         itemsize = self.itemsize if self.config.cache_format is CacheFormat.AUTO else 1
-        keys = token_bytes(self.architecture, tp=self.config.devices_per_engine, itemsize=itemsize)
-        return keys + self.state_bytes / self.sequence_tokens
+        return token_bytes(architecture, tp=self.config.devices_per_engine, itemsize=itemsize)
 
     @property
     def state_bytes(self) -> float:
@@ -72,11 +123,11 @@ class EngineMemory:
     def cache_bytes(self) -> float:
         """Bytes of the key-value cache of one device; negative if the weights leave none."""
         if not isinstance(self.config, ServedConfig) or not self.cuda:
-            return self.sequences * self.sequence_tokens * self.token_bytes
+            return self.sequences * self.sequence_tokens * self.cached_bytes
         if self.config.cache_bytes is not None:
             return self.config.cache_bytes
         claimed = self.config.gpu_memory_utilization * self.device_bytes
-        return claimed - self.weights_bytes - constants.ENGINE_WORKSPACE_BYTES
+        return claimed - self.weights_bytes - self.drafter_bytes - constants.ENGINE_WORKSPACE_BYTES
 
     @property
     def cache_setting(self) -> str:
@@ -88,18 +139,19 @@ class EngineMemory:
         """Returns whether the weights leave room for the keys and values of one sequence, if nothing else takes any."""
         if not isinstance(self.config, ServedConfig) or not self.cuda:
             return True
-        room = self.config.cache_bytes or self.config.gpu_memory_utilization * self.device_bytes - self.weights_bytes
+        held = self.weights_bytes + self.drafter_bytes
+        room = self.config.cache_bytes or self.config.gpu_memory_utilization * self.device_bytes - held
         return room >= self.sequence_bytes
 
     @property
     def sequence_bytes(self) -> float:
         """Bytes of the keys and values of the longest sequence on one device."""
-        return self.sequence_tokens * self.token_bytes
+        return self.sequence_tokens * self.cached_bytes
 
     @property
     def cache_tokens(self) -> int:
         """Tokens whose keys and values fit an engine at once."""
-        return max(0, int(self.cache_bytes / self.token_bytes))
+        return max(0, int(self.cache_bytes / self.cached_bytes))
 
     @property
     def sleeps(self) -> bool:
@@ -110,18 +162,19 @@ class EngineMemory:
         """Returns one device's part of the engines that share it."""
         sharing = self.config.engines_per_device
         weights = Part("weights", sharing * self.weights_bytes)
+        drafts = Part("weights that draft", sharing * self.drafter_bytes)
         cache = Part("key-value cache", sharing * max(0.0, self.cache_bytes))
         if not isinstance(self.config, ServedConfig) or not self.cuda:
-            return Process(role=self.role, resident=(weights,), work={Phase.GENERATION: (cache,)}, keeps=False)
+            return Process(role=self.role, resident=(weights, drafts), work={Phase.GENERATION: (cache,)}, keeps=False)
         graphs_bytes = 0.0 if self.config.enforce_eager else constants.GRAPH_BYTES
         graphs = Part("CUDA graphs", sharing * graphs_bytes, measured=False)
         workspace = Part("workspaces and context", sharing * constants.ENGINE_WORKSPACE_BYTES, measured=False)
         if not self.sleeps:
-            return Process(role=self.role, resident=(weights, cache, graphs, workspace), keeps=False)
+            return Process(role=self.role, resident=(weights, drafts, cache, graphs, workspace), keeps=False)
         asleep = Part("context of the engine asleep", sharing * constants.ENGINE_ASLEEP_BYTES, measured=False)
         return Process(
             role=self.role,
-            resident=(weights, graphs, workspace),
+            resident=(weights, drafts, graphs, workspace),
             asleep=(graphs, asleep),
             # Weights are awake for a sync, the cache is not.
             work={Phase.GENERATION: (cache,), Phase.SYNC: ()},

@@ -19,7 +19,7 @@ from rlframe.rollout.base.config import RolloutConfig
 from rlframe.run.config import RunConfig
 from rlframe.run.preflight import constants, seconds, turns
 from rlframe.run.preflight.devices import Accelerator
-from rlframe.run.preflight.engine import EngineMemory
+from rlframe.run.preflight.engine import EngineMemory, drafter_of
 from rlframe.run.preflight.host import HostMemory
 from rlframe.run.preflight.parts import DeviceMemory, Phase, Process, total
 from rlframe.run.preflight.trainer import TrainerMemory, frozen_process
@@ -190,6 +190,7 @@ class Plan:
             sequence_tokens=self.workload.prompt_tokens + self.workload.longest_response,
             cuda=self.cuda,
             shares=shares and self.cuda,
+            drafter=drafter_of(config, model, self.models.counter),
         )
 
     def _inside(self, model: ModelConfig) -> Parallel:
@@ -479,11 +480,6 @@ def sequences_per_item(algorithm: Algorithm) -> int:
     """Returns the sequences that most items of an offline algorithm's data have, such as 2 for a pair."""
     kind = algorithm.requirements.data
     return find_source(kind).sequences_per_item if kind else 1
-
-
-def with_train(found: Plan, train: TrainConfig) -> Plan:
-    """Returns the plan with other settings of training."""
-    return with_run(found, replace(found.run, train=train))
 
 
 def with_run(found: Plan, run: RunConfig) -> Plan:

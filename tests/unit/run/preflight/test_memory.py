@@ -252,6 +252,37 @@ def test_an_engine_claims_its_part_of_the_device_and_its_cache_is_the_rest(tmp_p
     assert claimed == pytest.approx(found.accelerator.memory_bytes / 2)
 
 
+def test_what_drafts_has_weights_and_a_cache_in_the_engine(tmp_path: Path) -> None:
+    alone = planned(tmp_path / "a", QWEN3_4B)
+    draft = folder(tmp_path / "draft", QWEN3_4B | {"num_hidden_layers": 18})
+    speculative = ["++rollout.speculative.method=draft_model", f"++rollout.speculative.model={draft}"]
+    found = planned(tmp_path / "a", QWEN3_4B, *speculative, "rollout.sleep_level=1")
+    assert alone.engine is not None and found.engine is not None
+    layer = 2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728 + 2 * 2560 + 2 * 128
+    weights = 2 * (151936 * 2560 + 18 * layer + 2560)
+    parts = {each.name: each.bytes for role, each in found.devices[0].at(Phase.GENERATION) if role == "engines"}
+    assert parts["weights that draft"] == weights
+    assert parts["key-value cache"] == alone.engine.cache_bytes - weights
+    # Keys and values of 36 layers, and of 18 that draft.
+    assert found.engine.cache_tokens == int(parts["key-value cache"] / (54 * 2 * 8 * 128 * 2))
+    # A family that nobody knows is left to the engine.
+    folder(tmp_path / "draft", {"model_type": "unheard_of"})
+    unknown = planned(tmp_path / "a", QWEN3_4B, *speculative).engine
+    assert unknown is not None and unknown.drafter is None
+
+
+def test_an_engine_that_drafts_by_the_models_own_head_holds_it(tmp_path: Path) -> None:
+    hf = {key: value for key, value in SPARSE.items() if not key.startswith("index_")}
+    hf |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}
+    found = planned(tmp_path / "a", hf, "++rollout.speculative.method=mtp", "rollout.tp=16").engine
+    assert found is not None and found.drafter is not None
+    # 257 experts, latent attention, and what joins a state with a token; embedding and output layer are the model's.
+    attention = 7168 * (1536 + 576) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+    expected = 257 * 3 * 7168 * 2048 + attention + 2 * 7168**2
+    assert found.drafter.parameters == pytest.approx(expected, rel=0.001)
+    assert found.cached_bytes == found.token_bytes * 62 / 61
+
+
 def test_an_engine_that_never_sleeps_holds_its_cache_beside_the_policy(tmp_path: Path) -> None:
     never = ("rollout.sleep_level=0", "rollout.kv_cache_gb=20")
     sleeps, stays = (planned(tmp_path / "a", QWEN3_4B, *settings) for settings in ((), never))

@@ -7,6 +7,7 @@ from rlframe.algorithms.base import Algorithm
 from rlframe.loops.config import Asynchronous
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.run.config import RunConfig
+from rlframe.run.preflight.engine import EngineMemory
 from rlframe.run.preflight.trainer import FLOAT32, MOMENTS, TrainerMemory
 from rlframe.weight_sync.config import HoldIn
 
@@ -21,19 +22,20 @@ class HostMemory:
     critic: TrainerMemory | None
     ranks: int
     """Most ranks of a role on a host."""
-    samples: bool
-    """Whether engines sample from the policy."""
+    engine: EngineMemory | None
+    """A device of the engines that sample from the policy."""
 
     @cached_property
     def waiting_bytes(self) -> float:
-        """References and published weights of the policy, and of policy and critic inputs of layers, main weights and
-        moments that wait there or are updated there."""
+        """References and published weights of the policy, weights of engines asleep, and of policy and critic inputs of
+        layers, main weights and moments that wait there or are updated there."""
         # A reference that follows in more digits than the weights have a copy in float32 beside them.
         exact = self._following_bytes if self.policy.itemsize < FLOAT32 else 0.0
         references = (self.reference_bytes + exact) * self._on_host(self.policy)
         return (
             references
             + self.published_bytes
+            + self.asleep_bytes
             + sum(_waiting_bytes(each) * self._on_host(each) for each in self._trainers)
         )
 
@@ -61,10 +63,19 @@ class HostMemory:
     def published_bytes(self) -> float:
         """The weights that `weight_sync.hold=host` keeps for engines that come back: each once, because their ranks and
         engines are on one host."""
-        if self.run.weight_sync.hold is HoldIn.NONE or not self.samples:
+        if self.run.weight_sync.hold is HoldIn.NONE or self.engine is None:
             return 0.0
         (whole,) = self.policy.counter.stages(Parallel())
         return whole.all * self.policy.itemsize
+
+    @property
+    def asleep_bytes(self) -> float:
+        """The weights that engines move there while others work (`rollout.sleep_level=1`)."""
+        engine = self.engine
+        if engine is None or not engine.sleeps or getattr(engine.config, "sleep_level", 0) != 1:
+            return 0.0
+        devices = min(engine.config.num_devices, self.ranks)
+        return devices * engine.config.engines_per_device * (engine.weights_bytes + engine.drafter_bytes)
 
     @property
     def _following_bytes(self) -> float:

@@ -302,7 +302,7 @@ class Plan:
             policy=self.trainer,
             critic=self.critic_trainer,
             ranks=self.devices_per_host,
-            samples=self.workload.sampled,
+            engine=self.engine,
         )
 
     @property

@@ -342,6 +342,15 @@ def test_weights_that_are_held_for_engines_are_once_in_host_memory(tmp_path: Pat
     assert held.host.waiting_bytes - plain.host.waiting_bytes == 2 * 4_022_468_096
 
 
+def test_weights_of_engines_asleep_wait_in_host_memory(tmp_path: Path) -> None:
+    settings = ("train.parallel=d2", "rollout.num_engines=2")
+    waiting = [
+        planned(tmp_path / "a", QWEN3_4B, *settings, f"rollout.sleep_level={level}").host.waiting_bytes
+        for level in (0, 1, 2)
+    ]
+    assert waiting == [0, 2 * 2 * 4_022_468_096, 0]
+
+
 def test_a_long_sequence_keeps_its_layers_inputs_on_the_host_and_few_logits(tmp_path: Path) -> None:
     settings = ("train.parallel=c2", "train.max_tokens_per_microbatch=65536", "train.recompute=full")
     tokens, hidden, vocabulary = 65536, 2560, 151936

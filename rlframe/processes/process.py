@@ -31,6 +31,8 @@ class Process:
         self._received = bytearray()
         self._started = False
         self._tasks: deque[Task] = deque()
+        self._done_kinds: set[str] = set()
+        """Kinds of tasks that it has done."""
         self.refusal: str | None = None
         """The reason for which no process can prepare the work; None as long as none is known."""
         self.deadline = math.inf
@@ -73,7 +75,9 @@ class Process:
     @property
     def limit_s(self) -> float:
         """The seconds that its present task may take."""
-        return self._work.limit_s(self._tasks[0][1], self._limits)
+        _, task = self._tasks[0]
+        least_s = 0.0 if self._work.kind(task) in self._done_kinds else self._limits.first_s
+        return max(least_s, self._work.limit_s(task, self._limits))
 
     def send(self) -> None:
         """Writes as much as the pipe accepts."""
@@ -122,7 +126,9 @@ class Process:
             self.refusal = why
             self._started = why is None
         else:
-            results[self._tasks.popleft()[0]] = value if why is None else Failed(why)
+            number, task = self._tasks.popleft()
+            self._done_kinds.add(self._work.kind(task))
+            results[number] = value if why is None else Failed(why)
         self.deadline = time.monotonic() + self.limit_s if self._tasks else math.inf
         return None
 

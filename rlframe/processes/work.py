@@ -33,6 +33,8 @@ class Limits:
     """Seconds that one task may take, unless its Work says otherwise."""
     memory_gb: float
     """Greatest memory of one process, in GiB."""
+    first_s: float = 0.0
+    """Seconds that the first task of a kind may take at least in each process: it may import what the others use."""
     answer_bytes: int = ANSWER_BYTES
     """Greatest size of a task's value, as JSON."""
 
@@ -53,6 +55,10 @@ class Work(ABC):
     def limit_s(self, task: Any, limits: Limits) -> float:
         """Returns the seconds that `task` may take."""
         return limits.timeout_s
+
+    def kind(self, task: Any) -> str:
+        """Returns a name of what `task` has in common with others; see Limits.first_s."""
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +81,8 @@ class Several(Work):
         """See Work."""
         name, own = task
         return self.works[name].limit_s(own, limits)
+
+    def kind(self, task: tuple[str, Any]) -> str:
+        """See Work."""
+        name, own = task
+        return f"{name} {self.works[name].kind(own)}"

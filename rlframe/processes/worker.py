@@ -58,7 +58,7 @@ def main() -> None:
     if run is None:
         return
     try:
-        serve(requests, run, limits, answer, limit_s=lambda task: work.limit_s(task, limits))
+        serve(requests, run, limits, answer, work=work)
     except (EOFError, OSError):
         return
 
@@ -85,23 +85,16 @@ def limit(limits: Limits) -> None:
         score.write_text("1000")
 
 
-def serve(
-    requests: BinaryIO,
-    run: Callable[[Any], Any],
-    limits: Limits,
-    answer: Answer,
-    *,
-    limit_s: Callable[[Any], float],
-) -> None:
-    """Does chunk after chunk. Raises EOFError or OSError if the pool has ended.
-
-    Args:
-        limit_s: returns the seconds that a task may take.
-    """
+def serve(requests: BinaryIO, run: Callable[[Any], Any], limits: Limits, answer: Answer, *, work: Work) -> None:
+    """Does chunk after chunk of `work`, by `run`. Raises EOFError or OSError if the pool has ended."""
+    known: set[str] = set()
     with open(os.devnull, "w") as nowhere:
         while True:
             tasks: list[tuple[int, Any]] = pickle.load(requests)
-            patience_s = sum(limit_s(task) for _, task in tasks) + ORPHAN_GRACE_S
+            patience_s = sum(work.limit_s(task, limits) for _, task in tasks) + ORPHAN_GRACE_S
+            kinds = {work.kind(task) for _, task in tasks}
+            patience_s += limits.first_s * len(kinds - known)
+            known |= kinds
             faulthandler.dump_traceback_later(patience_s, exit=True, file=nowhere)
             for number, task in tasks:
                 answer(number, *attempted(run, task, limits))

@@ -14,6 +14,8 @@ JUDGE_PART = "judge_model"
 LARGEST_SCORE = 1e6
 """Greatest absolute value of a score. A greater one is a mistake and counts as a failure, because a single such number
 would decide a whole step."""
+FIRST_CALL_S = 30.0
+"""Seconds that the first call of a part may take at least in each process: it may import packages or load a model."""
 TOTAL = "reward"
 MEASURED = {
     TOTAL: "the sum of all parts",
@@ -47,8 +49,9 @@ class RewardTerm:
     """The thing that it is given at a time. With `group` a function gets the list of responses in the place of the
     response, and returns a list."""
     timeout_s: Seconds | None = None
-    """Greatest time in seconds of one call. One that takes longer counts as a failure. null means reward.timeout_s; for
-    rewards that wait for others, such as judges, it means no limit but those of their options."""
+    """Greatest time in seconds of one call. The first in each process may take 30 s. One that takes longer counts as a
+    failure. null means reward.timeout_s; for rewards that wait for others, such as judges, it means no limit but those
+    of their options."""
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlframe.processes.pool import Pool
 from rlframe.processes.work import Failed, Limits, PoolError, TaskFailed, Work
 from rlframe.rewards.base import Attempt, build_reward
-from rlframe.rewards.config import RewardConfig, RewardTerm
+from rlframe.rewards.config import FIRST_CALL_S, RewardConfig, RewardTerm
 from rlframe.utils.errors import RewardError
 
 LONGEST_ANSWER = 10_000
@@ -67,5 +67,6 @@ def try_extracting(config: RewardConfig, name: str) -> None:
 
 def _pool(config: RewardConfig, name: str, *, size: int) -> Pool:
     part = config.parts[name]
-    limits = Limits(timeout_s=part.timeout_s or config.timeout_s, memory_gb=config.memory_gb)
+    timeout_s = part.timeout_s or config.timeout_s
+    limits = Limits(timeout_s=timeout_s, memory_gb=config.memory_gb, first_s=FIRST_CALL_S)
     return Pool(Extracting(part), limits, size=size, name="reward")

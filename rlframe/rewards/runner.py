@@ -17,7 +17,7 @@ from typing import Any, Self
 from rlframe.processes.pool import Pool
 from rlframe.processes.work import Failed, Limits, PoolError
 from rlframe.rewards.base import Attempt, Scores, is_judging, part_faults
-from rlframe.rewards.config import Per, RewardConfig
+from rlframe.rewards.config import FIRST_CALL_S, Per, RewardConfig
 from rlframe.rewards.judging import Answer, Judges
 from rlframe.rewards.scoring import Describing, Scoring, Task
 from rlframe.types.rollout import Rollout, weighted_sum
@@ -317,7 +317,7 @@ def try_start(config: RewardConfig) -> dict[str, list[str]]:
 
 
 def _limits(config: RewardConfig) -> Limits:
-    return Limits(timeout_s=config.timeout_s, memory_gb=config.memory_gb)
+    return Limits(timeout_s=config.timeout_s, memory_gb=config.memory_gb, first_s=FIRST_CALL_S)
 
 
 def attempt_of(rollout: Rollout) -> Attempt:

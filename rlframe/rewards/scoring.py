@@ -42,6 +42,10 @@ class Scoring(Work):
         """Returns the part's own limit, if it has one."""
         return self.parts[task[0]].timeout_s or limits.timeout_s
 
+    def kind(self, task: Task) -> str:
+        """Returns the part's name: each may import something when it is first called."""
+        return task[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Describing(Work):

@@ -19,7 +19,7 @@ from rlframe.rewards.config import RewardTerm
 from rlframe.rewards.scoring import Scoring
 from rlframe.types.rollout import FinishReason
 from rlframe.utils.outside import module_of_file
-from tests.unit.processes.works import Arithmetic, Broken, Calculator, Deadly
+from tests.unit.processes.works import Arithmetic, Broken, Calculator, Deadly, Slow
 from tests.until import under_a_fair_limit, until
 
 pytestmark = pytest.mark.later
@@ -60,6 +60,16 @@ def test_a_task_that_misbehaves_costs_itself_alone() -> None:
         assert failed["too long"] == "an answer must have at most 65536 bytes of JSON, got 70002"
         assert failed["no JSON"].startswith("TypeError: ") and "(at " not in failed["no JSON"]
         assert found[4] == Failed("nothing to add"), "in the task's own words"
+
+
+def test_the_first_task_of_a_kind_in_a_process_may_take_longer() -> None:
+    limits = Limits(timeout_s=0.3, memory_gb=1.0, first_s=60.0)
+    with Pool(Slow(), limits, size=1, name="nap") as naps:
+        first = naps.run([["a", 0.6], ["b", 0.6], ["b", 0.0]])
+        assert first == [None, None, None]
+        assert naps.run([["a", 600.0]]) == [Failed("took longer than 0.3 s")]
+        assert naps.run([["a", 0.6]]) == [None], "in the process that took its place"
+    assert Several({"nap": Slow()}).kind(("nap", ["a", 0.1])) == "nap a"
 
 
 def test_an_answer_that_came_in_time_counts_though_nobody_was_there_to_read_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,19 @@ class Arithmetic(Work):
 
 
 @dataclass(frozen=True)
+class Slow(Work):
+    """Sleeps. A task is its kind, and for how many seconds."""
+
+    def prepare(self) -> Callable[[Any], Any]:
+        """Returns what sleeps."""
+        return lambda task: time.sleep(task[1])
+
+    def kind(self, task: Any) -> str:
+        """See Work."""
+        return task[0]
+
+
+@dataclass(frozen=True)
 class Broken(Work):
     """Cannot be prepared."""
 

@@ -57,6 +57,12 @@ def test_it_tells_how_many_attempts_wait_for_which_part(monkeypatch: pytest.Monk
     ]
 
 
+@pytest.fixture(autouse=True)
+def equal_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call in a process has no more time than others, so that no test waits for it."""
+    monkeypatch.setattr(module, "FIRST_CALL_S", 0.0)
+
+
 @pytest.fixture
 def user_file(tmp_path: Path) -> str:
     file = tmp_path / "mine.py"
@@ -310,7 +316,7 @@ def test_a_worker_whose_runner_is_killed_ends_itself_even_in_a_hang(user_file: s
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); "
         "from tests.unit.rewards.test_runner import *; "
-        f"parts = {{'mine': RewardTerm(name={user_file + ':grade'!r})}}; "
+        f"parts = {{'mine': RewardTerm(name={user_file + ':grade'!r})}}; module.FIRST_CALL_S = 0; "
         "runner = RewardRunner(RewardConfig(parts=parts, timeout_s=1, workers=2)); "
         "runner.score([rollout(0, 'good'), rollout(1, 'good')]); print(*children(), flush=True); "
         "runner.score([rollout(0, 'hang')])"

@@ -136,7 +136,8 @@ def test_a_reward_that_cannot_see_groups_is_refused() -> None:
         RewardRunner(RewardConfig(parts={"it": RewardTerm(name="exact_match", per=Per.GROUP)}))
 
 
-def test_each_part_has_its_own_limit(file: str) -> None:
+def test_each_part_has_its_own_limit(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlframe.rewards.runner.FIRST_CALL_S", 0.0)
     slow = [replace(rollout(index, "slow")) for index in range(2)]
     parts = {
         "short": RewardTerm(name=f"{file}:sleepy", timeout_s=0.3),

@@ -19,6 +19,8 @@ from rlframe.utils.faults import Fault
 
 KEY = "environment.options.tools"
 KINDS = (".jsonl", ".txt", ".md")
+ENCODING = "utf-8-sig"
+"""UTF-8, with or without the mark that editors of Windows begin a file with."""
 LONGEST_QUERY = 2000
 """Greatest number of characters of a query."""
 WORDS = re.compile(r"\w+")
@@ -30,7 +32,8 @@ class SearchConfig:
 
     corpus: Annotated[str, PathText()]
     """A file or a folder. In a .jsonl file, each line is a document. A .txt or .md file is one document, whose title is
-    its name. A folder counts with all such files below it."""
+    its name. A folder counts with all such files below it, but for
+    hidden ones, whose name or folder begins with a dot."""
     text_field: str = "text"
     """The field of a line that holds the text."""
     title_field: str = "title"
@@ -60,11 +63,14 @@ class Index:
     """Ranks documents by BM25."""
 
     def __init__(self, documents: list[Document]):
+        """Raises ConfigError if no document has a word."""
         self.documents = documents
-        self._ranking = ranking()
         words = [words_of(f"{document.title} {document.text}") for document in documents]
-        self._ranking.index(words, show_progress=False)
         self._known = frozenset(word for each in words for word in each)
+        if not self._known:
+            raise _refused(f"none of its {len(documents)} documents has a word, so that nothing can be found")
+        self._ranking = ranking()
+        self._ranking.index(words, show_progress=False)
 
     def search(self, query: str, top_k: int) -> list[Document]:
         """Returns the best documents that have a word of the query, best first. Equally good ones keep their order."""
@@ -176,7 +182,7 @@ def documents(config: SearchConfig) -> Iterator[Document]:
         ConfigError: the corpus does not exist or is empty, or a line is no document.
     """
     corpus = Path(config.corpus)
-    files = sorted(each for each in corpus.rglob("*") if each.suffix in KINDS) if corpus.is_dir() else [corpus]
+    files = sorted(_below(corpus)) if corpus.is_dir() else [corpus]
     number = 0
     for file in files:
         try:
@@ -189,12 +195,19 @@ def documents(config: SearchConfig) -> Iterator[Document]:
         raise _refused(f"{corpus} holds no document: no line of a .jsonl file, no .txt and no .md file")
 
 
+def _below(folder: Path) -> Iterator[Path]:
+    """Yields the files of a folder that hold documents, none of which is hidden."""
+    for each in folder.rglob("*"):
+        if each.suffix in KINDS and not any(part.startswith(".") for part in each.relative_to(folder).parts):
+            yield each
+
+
 def _whole(file: Path) -> Iterator[Document]:
-    yield Document(title=file.stem, text=file.read_text(encoding="utf-8"))
+    yield Document(title=file.stem, text=file.read_text(encoding=ENCODING))
 
 
 def _lines(file: Path, config: SearchConfig) -> Iterator[Document]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding=ENCODING) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

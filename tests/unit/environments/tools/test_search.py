@@ -107,17 +107,30 @@ def test_fields_are_settings(tmp_path: Path) -> None:
     assert found(tmp_path / "a.jsonl", "moon", **options) == "[1] n\nmoon"
 
 
+def test_hidden_files_are_no_documents_and_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    for name in (".git/moon.md", "below/.cache/moon.txt", ".moon.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("moon")
+    for name, text in {"b.jsonl": '{"text": "moon"}\n', "c.txt": "moon"}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert found(tmp_path, "moon", top_k=9) == "[1] c\nmoon\n\n[2] b:1\nmoon"
+    # A folder that was named is no hidden one.
+    assert found(tmp_path / ".git", "moon") == "[1] moon\nmoon"
+
+
 def test_a_corpus_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "fields.jsonl").write_text('{"a": 1, "b": 2}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"a"\n')
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xff")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "wordless.jsonl").write_text('{"text": "...", "title": ""}\n')
     for name, said in {
         "fields.jsonl": "has no text in its field 'text'; set text_field to one of 'a', 'b'",
         "broken.jsonl": "line 2 of .* is no JSON",
         "bytes.txt": "cannot be read",
         "empty": "holds no document",
         "nothing": "cannot be read",
+        "wordless.jsonl": "none of its 1 documents has a word",
     }.items():
         with pytest.raises(ConfigError, match=said):
             Search.prepare(SearchConfig(corpus=str(tmp_path / name)))

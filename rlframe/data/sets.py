@@ -8,7 +8,7 @@ from dataclasses import replace
 from rlframe.data import builtin
 from rlframe.data.config import DataConfig
 from rlframe.data.prompts import joined, prompts_of
-from rlframe.data.sources import Part, order_by_hash, understood
+from rlframe.data.sources import Part, counted, understood
 from rlframe.data.text.conversations import Conversation, understand
 from rlframe.types.prompt import Prompt
 from rlframe.types.tokenizer import PreTrainedTokenizerBase
@@ -55,8 +55,7 @@ def read(config: DataConfig, *, part: builtin.Split, salt: str) -> list[Sequence
         own: Part[Conversation] = understood(entry.path, config, understand, dropped, namespace=namespace, part=part)
         if dropped:
             logger.info("%s: dropped %s", entry.path, dict(dropped))
-        if entry.count is not None:
-            own = own.pick(sorted(order_by_hash(own.ids, salt=salt)[: entry.count]))
+        own = counted(own, entry, salt=salt)
         if not own:
             raise DataError(f"{entry.path}: expected records, found none")
         found.append(own.readings)

@@ -1,6 +1,7 @@
 """The parsed records of a run, divided into training and held-out records."""
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from rlframe.data.storage.sequences import Joined, Lazy
 from rlframe.data.storage.tables import records
 from rlframe.types.messages import Message
 from rlframe.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 REPEATED = "duplicate id"
 """Reason of dropping a record that has come before."""
@@ -119,13 +122,20 @@ def load(config: DataConfig, *, seed: int, understand: Understand[R]) -> Reading
     if leaked := before - sum(map(len, train)):
         dropped["prompt is held out"] = leaked
     for index, entry in enumerate(entries):
-        if entry.count is not None:
-            order = order_by_hash(train[index].ids, salt=f"subset {seed}")
-            train[index] = train[index].pick(sorted(order[: entry.count]))
+        train[index] = counted(train[index], entry, salt=f"subset {seed}")
         if not train[index]:
             raise DataError(f"{entry.path}: expected records to train on, found none; dropped: {dict(dropped)}")
     kept = at_most(config.evaluation_count, held_out)
     return Readings(train=[part.readings for part in train], held_out=kept, dropped=dropped)
+
+
+def counted(part: Part[R], entry: Entry, *, salt: str) -> Part[R]:
+    """Returns the readings that a suffix `#500` keeps, or all. Warns where there are fewer."""
+    if entry.count is None:
+        return part
+    if len(part) < entry.count:
+        logger.warning("%s#%d: there are only %d records, which are all used", entry.path, entry.count, len(part))
+    return part.pick(sorted(order_by_hash(part.ids, salt=salt)[: entry.count]))
 
 
 def from_evaluation_path(config: DataConfig, understand: Understand[R], dropped: Counter[str]) -> list[list[Part[R]]]:

@@ -42,6 +42,15 @@ def test_a_count_keeps_some_that_the_salt_decides(tmp_path: Path) -> None:
     assert len(first) == 5 and first == again and first != other
 
 
+def test_a_count_of_more_records_than_there_are_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written(tmp_path / "a.jsonl", *({"prompt": f"{number}+1="} for number in range(5)))
+    prompts(f"{path}#5")
+    assert not caplog.messages
+    assert len(prompts(f"{path}#500")) == 5
+    PromptSource(DataConfig(path=f"{path}#500", evaluation_count=0), tokenizer=WORDS, seed=0)
+    assert caplog.messages == [f"{path}#500: there are only 5 records, which are all used"] * 2
+
+
 def test_several_datasets_may_number_their_records_alike(tmp_path: Path) -> None:
     paths = [written(tmp_path / f"{name}.jsonl", {"id": "1", "prompt": f"{name}="}) for name in ("12", "34")]
     assert len({prompt.id for prompt in prompts(paths)}) == 2

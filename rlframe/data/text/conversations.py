@@ -47,6 +47,8 @@ LISTS = ("messages", "conversations")
 SYSTEM_KEYS = ("system", "system_prompt")
 """Keys of a system message beside a conversation."""
 RESPONSE_KEYS = ("response", "completion", "output", "answer")
+EXACT = 2**53
+"""Size from which on doubles are no longer all whole numbers."""
 OF_MESSAGES = ("completion", "response")
 """Fields of the response that may hold a list of messages."""
 PARTS = ("context", "choices", "options", "input", "history")
@@ -417,7 +419,7 @@ def _answer(record: Record, answer_key: str | None) -> str | None:
     truth = judged.get("ground_truth") if isinstance(judged, dict) else None
     # Several answers, as Search-R1's records list them, are no answer: as text, a reward would compare with their list.
     if isinstance(truth, str | int | float):
-        return str(truth)
+        return truth if isinstance(truth, str) else _number(truth)
     key = "answer" if "answer" in record.fields else record.first(RESPONSE_KEYS)
     return _text(record, key) if key else None
 
@@ -432,7 +434,13 @@ def _text(record: Record, key: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if is_number(value):
-        return str(value)
+        return _number(value)
     raise DataError(
         f"{record.where}: expected {key!r} to be text or a number, found {type(value).__name__} {value!r:.60}"
     )
+
+
+def _number(value: float) -> str:
+    """Returns a number as people write it: a whole one of a column of doubles is 5, not 5.0."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT
+    return str(int(value) if is_whole else value)

@@ -107,6 +107,10 @@ FOUR = {"role": "assistant", "content": "4"}
             "1004",
         ),
         ({"prompt": "2+2?", "answer": 4}, [USER, FOUR], "4"),
+        # A column of doubles; exact_match compares texts.
+        ({"prompt": "2+2?", "answer": 4.0}, [USER, FOUR], "4"),
+        ({"prompt": [USER], "reward_model": {"ground_truth": 4.0}}, [USER], "4"),
+        ({"prompt": [USER], "reward_model": {"ground_truth": 1e300}}, [USER], "1e+300"),
         ({"prompt": "2+2?", "answer": None}, [USER], None),
         ({"prompt": "2+2?", "response": "4", "answer": "four"}, [USER, FOUR], "four"),
         ({"prompt": [USER], "completion": "4"}, [USER, FOUR], "4"),

@@ -79,13 +79,11 @@ class Tools(Environment):
         cls.kinds = build_tools(config.tools)
         for tool, settings in cls.kinds:
             tool.prepare(settings)
-        # The others know their functions when a session opens them.
-        named = {
-            key: tool(settings).schemas
-            for key, (tool, settings) in zip(config.tools, cls.kinds, strict=True)
-            if tool.open is Tool.open
-        }
-        hint = "set options.function of one of them to another name, if it has that option"
+        named = {key: kind.names(settings) for key, (kind, settings) in zip(config.tools, cls.kinds, strict=True)}
+        hint = (
+            "set options.function of one of them to another name, if it has that option, or options.functions of the "
+            "tool mcp to others of its server"
+        )
         faults = [Fault(f"{KEY}.{key}", said=f"{said}; {hint}") for key, said in doubled(named)]
         if faults:
             raise ConfigError(faults)
@@ -106,7 +104,8 @@ class Tools(Environment):
         known = [schema for tool in self._all for schema in tool.schemas]
         offered = {"the prompt": [schema for schema in prompt.tools if schema not in known]}
         offered |= {f"{KEY}.{key}": tool.schemas for key, tool in zip(self._config.tools, self._all, strict=True)}
-        for key, said in doubled(offered):
+        names = {place: [schema["function"]["name"] for schema in schemas] for place, schemas in offered.items()}
+        for key, said in doubled(names):
             raise ValueError(f"{key}: {said}")
         self._by_name = {schema["function"]["name"]: tool for tool in self._all for schema in tool.schemas}
         self.tools = [schema for schemas in offered.values() for schema in schemas]
@@ -167,12 +166,11 @@ class Tools(Environment):
         return text[:half] + LEFT_OUT.format(len(text) - 2 * half) + text[len(text) - half :]
 
 
-def doubled(offered: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
+def doubled(offered: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
     """Yields each place whose functions include one that an earlier place has, and a sentence that says so."""
     seen: dict[str, str] = {}
-    for place, schemas in offered.items():
-        for schema in schemas:
-            name = schema["function"]["name"]
+    for place, names in offered.items():
+        for name in names:
             if seen.setdefault(name, place) != place:
                 yield place, f"offers the function {name!r:.80}, as {seen[name]} does"
 

@@ -4,7 +4,7 @@ Calculator, CalculatorConfig`."""
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
@@ -31,6 +31,14 @@ class Tool(ABC):
     @classmethod  # noqa: B027 - most tools share nothing
     def prepare(cls, config: Any) -> None:
         """Prepares what all sessions of a process share; see `Environment.prepare`."""
+
+    @classmethod
+    def names(cls, config: Any) -> Sequence[str]:
+        """Returns the names of its functions as far as they are known once it is prepared."""
+        if cls.open is not Tool.open:
+            # Such a tool knows its functions when a session opens it.
+            return []
+        return [schema["function"]["name"] for schema in cls(config).schemas]
 
     @abstractmethod
     def __init__(self, config: Any):

@@ -190,6 +190,8 @@ class Mcp(Tool):
 
     shared: ClassVar[dict[str, Connection]] = {}
     """Connections of whole processes, by the text of their settings."""
+    listed: ClassVar[dict[str, list[str]]] = {}
+    """Names of the tools of each server when it was prepared, by the text of its settings."""
 
     @classmethod
     def prepare(cls, config: McpConfig) -> None:
@@ -221,6 +223,12 @@ class Mcp(Tool):
                 f"the MCP server has no tool {unknown[0]!r}; functions may name {', '.join(names) or 'none'}"
             )
         cls.shared.pop(repr(config), None)
+        cls.listed[repr(config)] = names
+
+    @classmethod
+    def names(cls, config: McpConfig) -> list[str]:
+        """See Tool."""
+        return [name for name in cls.listed[repr(config)] if _is_offered(name, config)]
 
     def __init__(self, config: McpConfig):
         self._config = config

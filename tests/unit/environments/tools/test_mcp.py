@@ -97,6 +97,20 @@ def test_some_of_the_tools_can_be_chosen() -> None:
         Mcp.prepare(config)
 
 
+def test_a_function_that_another_tool_has_is_refused_before_a_session(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text('def add() -> int:\n    """Adds."""\n    return 1\n')
+    mine = {"mine": {"name": f"{tmp_path}/mine.py:add"}}
+
+    def prepared(**options: Any) -> None:
+        tools = mine | over(command=COMMAND, **options)
+        kind, settings = find_environment(EnvironmentConfig(name="tools", options={"tools": tools}))
+        kind.prepare(settings)
+
+    with pytest.raises(ConfigError, match="tools.server: offers the function 'add', as mine does; .*options.functions"):
+        prepared()
+    prepared(functions=["count"])
+
+
 def sessions(scope: str) -> list[str]:
     """What two sessions count on a server, one after the other."""
 

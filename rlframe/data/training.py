@@ -174,6 +174,16 @@ class TrainingSource(ABC, Generic[AnyItem]):
         nothing is dealt."""
         return self._cursor.first(count)
 
+    def of_an_epoch(self) -> list[AnyItem]:
+        """Returns as many items as there are, as training sees them: those of datasets with weights in their shares.
+        Nothing is dealt. Of a streamed dataset they are those at hand."""
+        if self.config.streaming or self.config.weights is None:
+            return self.first(len(self))
+        before = self.state()
+        items = self.next(len(self))
+        self.restore(before)
+        return items
+
     def held_out(self) -> list[AnyItem]:
         """Returns items never dealt by `next`: the same ones in the same order for every seed."""
         return list(self._held_out)

@@ -34,7 +34,7 @@ class OfflineLoop(Loop):
     def run(self, done_steps: int) -> None:
         """Runs all steps after the first `done_steps`, and the events that are due between them."""
         if done_steps == 0:
-            if warning := self.algorithm.warning(batches(self.examples, self.examples.first(len(self.examples)))):
+            if warning := self.algorithm.warning(batches(self.examples, self.examples.of_an_epoch())):
                 self.metrics.print_line(f"warning: {warning}")
             self.evaluate(0)
         after = {Event.EVALUATION: self.evaluate, Event.EXPORT: self.export_step, Event.CHECKPOINT: self.save}

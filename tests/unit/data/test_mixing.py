@@ -94,6 +94,22 @@ def test_files_in_shares_for_prompts_and_for_examples(
     assert counts == {"one": 60, "other": 20}
 
 
+def test_an_epoch_to_look_at_has_the_shares_in_which_training_deals(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    one, other = two_files(tmp_path)
+    config = DataConfig(path={one: 1, other: 3}, evaluation_count=0)
+    looked, trained = (ExampleSource(config, tokenizer=tokenizer, seed=0, max_tokens=100) for _ in range(2))
+    seen = looked.of_an_epoch()
+    assert Counter(item.channel for item in seen) == {0: 15, 1: 45}
+    dealt = [item.id for item in trained.next(60)]
+    assert [item.id for item in seen] == dealt == [item.id for item in looked.next(60)], "nothing was dealt before"
+    plain = ExampleSource(
+        DataConfig(path=[one, other], evaluation_count=0), tokenizer=tokenizer, seed=0, max_tokens=100
+    )
+    assert Counter(item.channel for item in plain.of_an_epoch()) == {0: 40, 1: 20}
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_held_out_examples_belong_to_the_dataset_they_come_from(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, shares: bool

@@ -32,8 +32,8 @@ class SearchConfig:
 
     corpus: Annotated[str, PathText()]
     """A file or a folder. In a .jsonl file, each line is a document. A .txt or .md file is one document, whose title is
-    its name. A folder counts with all such files below it, but for
-    hidden ones, whose name or folder begins with a dot."""
+    its name. A folder counts with all such files below it, but for hidden ones, whose name or folder begins with a
+    dot."""
     text_field: str = "text"
     """The field of a line that holds the text."""
     title_field: str = "title"

@@ -26,7 +26,7 @@ class FirstWeights:
     dtype: torch.dtype
     """Number format in which it computes."""
     layout: MemoryLayout | None
-    """What the rank holds. None if that is not known."""
+    """Layout of the tensors in the rank's parameters. None if it could not be recorded."""
 
     def read(self, own: Callable[[], Iterable[tuple[str, Tensor]]], *, device: str) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors as the engine holds them.

@@ -89,7 +89,11 @@ MUTATIONS: list[Mutation] = [
         "rlframe/data/sources.py",
         "tests/unit/data/test_prompts.py tests/unit/data/test_mixing.py",
         ("prompts that are held out stay", "lambda _, prompt: prompt not in prompts", "lambda _, prompt: True"),
-        ("a subset is the first records", "sorted(order[: entry.count])", "range(entry.count)"),
+        (
+            "a subset is the first records",
+            "sorted(order_by_hash(part.ids, salt=salt)[: entry.count])",
+            "range(entry.count)",
+        ),
         ("repeated prompts cost more than a tenth", "if sizes[prompt] > left:", "if False:"),
     ),
     *faults(

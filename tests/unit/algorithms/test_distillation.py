@@ -102,7 +102,7 @@ def test_without_an_engine_every_response_is_the_datas() -> None:
 
 def test_without_an_engine_tokens_count_by_the_weights_of_their_messages() -> None:
     # Token 1 of weight 0.5, tokens 3 and 4 of weight 2: (0.5 * 0.9 + 2 * 0.1 + 2 * 0.4) / 4.5.
-    algorithm = Gkd(GkdConfig(on_policy_fraction=0))
+    algorithm = Gkd(GkdConfig(on_policy_fraction=0.0))
     data = Examples(
         token_ids=torch.tensor([5, 6, 5, 7, 8]),
         lengths=torch.tensor([2, 3]),

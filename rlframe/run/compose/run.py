@@ -9,6 +9,7 @@ from functools import partial
 from rlframe.algorithms.base import Algorithm, OfflineAlgorithm, OnlineAlgorithm
 from rlframe.cluster.joined import job
 from rlframe.cluster.reaper import reaping
+from rlframe.cluster.roles import CRITIC
 from rlframe.cluster.watch.watchdog import watching, work
 from rlframe.loops.callbacks import Callbacks
 from rlframe.loops.offline import OfflineLoop
@@ -162,7 +163,8 @@ def cautions(parts: Parts, algorithm: Algorithm) -> Iterator[str]:
     found = [job.caution(parts.config.checkpoint.on_signal_s)]
     for group in parts.groups:
         if isinstance(group, ModelGroup):
-            found.append(group.setup.train.optimizer.caution(group.setup.total_optimizer_steps))
+            caution = group.setup.train.optimizer.caution(group.setup.total_optimizer_steps)
+            found.append(caution and f"{'critic.train' if group.role == CRITIC else 'train'}.{caution}; lower it")
     yield from filter(None, found)
 
 

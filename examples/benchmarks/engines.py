@@ -2,6 +2,7 @@
 
     python examples/benchmarks/engines.py vllm --output result.json
     python examples/benchmarks/engines.py sglang --output result.json
+    python examples/benchmarks/engines.py sglang --quantization fp8_block --output result.json
 
 The second command adds its engine to the first one's file: the two need other releases of some packages, and may have
 an environment each. Both get the same requests through rlframe's own engines in their Ray actors: 256 prompts of 512
@@ -33,10 +34,12 @@ from rlframe.cluster.roles import Topology, engines, policy
 from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
+from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rollout.base.config import EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.types.input import ModelInput
+from rlframe.types.packed import Packed
 from rlframe.types.rollout import GenerationRequest, SamplingParams
 from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationRank
@@ -68,6 +71,7 @@ def main() -> None:
     parser.add_argument("case", choices=OPTIONS)
     parser.add_argument("--model", choices=MODELS, default="qwen3_4b")
     parser.add_argument("--memory", type=float, default=0.6, help="the engine's gpu_memory_utilization")
+    parser.add_argument("--quantization", choices=EngineFormat, type=EngineFormat, default=EngineFormat.NONE)
     parser.add_argument("--syncs", nargs="+", default=["cuda_ipc"], help="transports of weight sync, in turn")
     parser.add_argument("--output", type=Path, default=Path("engines.json"))
     parser.add_argument("--logs", type=Path, default=None, help="folder for the workers' logs")
@@ -78,7 +82,8 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         outcome = run(arguments, folder, speeds, tflops, stack)
     result |= {"model": arguments.model, "requests": [NUM_REQUESTS, PROMPT_TOKENS, RESPONSE_TOKENS]}
-    result["engines"][arguments.case] = {
+    quantized = "" if arguments.quantization is EngineFormat.NONE else f"-{arguments.quantization}"
+    result["engines"][arguments.case + quantized] = {
         "machine": machine(),
         "copy_gb_per_s": speeds.device,
         "matmul_tflops": tflops,
@@ -119,7 +124,9 @@ def run(
     outcome |= {"start_s": time.perf_counter() - begun, "syncs": []}
     changes = 0
     for transport in arguments.syncs:
-        sources = BenchmarkSources(model, Parallel.parse("d1"), placement, logs, changes=changes)
+        sources = BenchmarkSources(
+            model, Parallel.parse("d1"), placement, logs, changes=changes, engine_format=arguments.quantization
+        )
         try:
             outcome["syncs"].append(measure(sources, rollout, transport, speeds, alone=False))
             changes += outcome["syncs"][-1]["syncs"]
@@ -128,7 +135,8 @@ def run(
             sources.stop()
         print(json.dumps(outcome["syncs"][-1]), flush=True)
     outcome["rollout"] = sample(rollout, model)
-    outcome["floor_s"] = floor_s(model, speeds, tflops)
+    quantized = arguments.quantization is not EngineFormat.NONE
+    outcome["floor_s"] = floor_s(model, speeds, tflops, quantized=quantized)
     outcome["single"] = single(rollout, model)
     outcome["sleep"] = sleep_and_wake(rollout)
     print(json.dumps({key: outcome[key] for key in ("rollout", "floor_s", "single", "sleep")}), flush=True)
@@ -145,6 +153,7 @@ def start_engine(arguments: argparse.Namespace, model: ModelConfig, placement: P
         max_model_len=2 * (PROMPT_TOKENS + RESPONSE_TOKENS),
         max_num_seqs=NUM_REQUESTS,
         gpu_memory_utilization=arguments.memory,
+        quantization=arguments.quantization,
         engine_options=OPTIONS[arguments.case],
         **({"compile": True} if arguments.case == "vllm-compiled" else {}),
     )
@@ -182,10 +191,11 @@ def timed(rollout: RolloutGroup, batch: list[GenerationRequest]) -> float:
     for method in (engine.pause, engine.resume):
         rollout.workers.wait([method.remote()], doing="empty the prefix cache")
     begun = time.perf_counter()
-    (completions,) = rollout.workers.wait([engine.generate.remote(batch)], doing="generate")
+    (answers,) = rollout.workers.wait([engine.generate.remote(Packed(batch))], doing="generate")
     seconds = time.perf_counter() - begun
     assert all(
-        len(each.token_ids) == request.sampling.max_tokens for each, request in zip(completions, batch, strict=True)
+        len(each.token_ids) == request.sampling.max_tokens
+        for each, request in zip(answers.objects(), batch, strict=True)
     ), "all responses are full"
     return seconds
 
@@ -207,9 +217,9 @@ def single(rollout: RolloutGroup, model: ModelConfig) -> dict[str, float]:
     return {"step_ms": (long - short) / (RESPONSE_TOKENS - 1) * 1e3, "first_token_ms": short * 1e3}
 
 
-def floor_s(model: ModelConfig, speeds: LinkSpeeds, tflops: float) -> dict[str, float]:
-    """Seconds below which the batch cannot come: the prompts' matrix products at the speed of one, then for each token
-    the weights and all keys and values read once, at the speed of a copy, which reads and writes."""
+def floor_s(model: ModelConfig, speeds: LinkSpeeds, tflops: float, *, quantized: bool) -> dict[str, float]:
+    """Seconds below which the batch cannot come: the prompts' matrix products at the speed of one in bfloat16, then for
+    each token the weights and all keys and values read once, at the speed of a copy, which reads and writes."""
     folder = Path(model.path)
     family = load_family(folder)
     shape = family.architecture(read_config(folder))
@@ -217,18 +227,19 @@ def floor_s(model: ModelConfig, speeds: LinkSpeeds, tflops: float) -> dict[str, 
     # The output layer is read in every step; a row for each token of the embedding is next to nothing.
     weights = sum(count for name, count in numbers.items() if shape.tie_embeddings or "embed_tokens" not in name)
     layers = sum(count for name, count in numbers.items() if ".layers." in name)
+    weight_bytes = 2 * weights - (layers if quantized else 0)
     token_bytes = 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     reads = 2 * speeds.device * 1e9
     prefill = 2 * layers * NUM_REQUESTS * PROMPT_TOKENS / (tflops * 1e12)
     steps = range(PROMPT_TOKENS, PROMPT_TOKENS + RESPONSE_TOKENS)
-    decode = sum(2 * weights + NUM_REQUESTS * length * token_bytes for length in steps) / reads
+    decode = sum(weight_bytes + NUM_REQUESTS * length * token_bytes for length in steps) / reads
     total = prefill + decode
     return {
         "prefill": prefill,
         "decode": decode,
         "total": total,
         "tokens_per_s": NUM_REQUESTS * RESPONSE_TOKENS / total,
-        "single_step_ms": 2 * weights / reads * 1e3,
+        "single_step_ms": weight_bytes / reads * 1e3,
     }
 
 

@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--memory", type=float, default=0.6, help="the engines' gpu_memory_utilization")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of each engine, experts split over them whole")
     parser.add_argument("--compile", action="store_true", help="let Inductor compile the model")
     parser.add_argument("--output", type=Path, help="file of the result")
     arguments = parser.parse_args()
@@ -104,6 +105,8 @@ def compare(folder: Path, shape: tuple[int, ...], arguments: argparse.Namespace)
         max_num_seqs=arguments.at_once or count,
         max_model_len=prompt + response,
         gpu_memory_utilization=arguments.memory,
+        tp=arguments.tp,
+        expert_parallel=arguments.tp > 1 and bool(read_config(folder).get("num_experts")),
         compile=arguments.compile,
         enforce_eager=not cuda,
     )
@@ -129,7 +132,8 @@ def compare(folder: Path, shape: tuple[int, ...], arguments: argparse.Namespace)
             if cuda:
                 wait_for_memory()
     result = {"requests": count, "prompt_tokens": prompt, "response_tokens": response}
-    result |= {"group": arguments.group, "at_once": arguments.at_once, "compile": arguments.compile}
+    result |= {"group": arguments.group, "at_once": arguments.at_once}
+    result |= {"tp": arguments.tp, "compile": arguments.compile}
     if "offline" in found:
         result["ratios"] = {name: found["offline"]["seconds"] / case["seconds"] for name, case in found.items()}
         print(f"ratios: {result['ratios']}", flush=True)

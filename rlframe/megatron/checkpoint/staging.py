@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from rlframe.megatron.memory.pinned import PIECE_BYTES, host_memory
+from rlframe.megatron.memory.pinned import PIECE_BYTES, Pieces, host_memory
 
 ALIGNMENT_BYTES = 64
 
@@ -60,8 +60,9 @@ class HostMemory:
     def reserve(self, num_bytes: int) -> None:
         """Grows to at least this many bytes. May run in another thread than copies, which then wait for it."""
         with self._lock:
-            while (missing := num_bytes - self.num_bytes) > 0:
-                self._add(min(missing, PIECE_BYTES))
+            pieces = Pieces(pinned=self.pinned)
+            pieces.grow(num_bytes - self.num_bytes)
+            self._slabs += pieces.all()
 
     def begin(self) -> None:
         """Makes all of it free again."""

@@ -80,9 +80,9 @@ class ForwardOnlyGroup(RankGroup[ForwardOnlyRank]):
             call_timeout_s=call_timeout_s,
         )
 
-    def start(self) -> None:
-        """Builds the model on every rank and loads its weights."""
-        self.join_world(ForwardOnlyRank.start, self.setup, start_timeout_s=self.start_timeout_s)
+    def begin(self) -> None:
+        """See RankGroup.begin."""
+        self.join_world(ForwardOnlyRank.start, self.setup)
 
 
 class TeacherGroup(ForwardOnlyGroup, TeacherRanks[ForwardOnlyRank]):

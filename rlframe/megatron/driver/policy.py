@@ -77,11 +77,10 @@ class ModelGroup(TeacherRanks[TrainerRank], SourceGroup):
             threads_of={FILES: 1},
         )
 
-    def start(self) -> None:
-        """Builds the model on every rank and loads its weights. Separate from the constructor, so that the engines can
-        start at the same time."""
+    def begin(self) -> None:
+        """See RankGroup.begin. Separate from the constructor, so that the engines can start at the same time."""
         self.num_optimizer_steps, self.metrics = 0, {}
-        self.join_world(TrainerRank.start, self.setup, start_timeout_s=self.start_timeout_s)
+        self.join_world(TrainerRank.start, self.setup)
 
     @property
     def updates_per_batch(self) -> int:

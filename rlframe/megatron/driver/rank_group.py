@@ -1,9 +1,9 @@
 """RankGroup: the common base on the driver of all groups of Megatron ranks. Imports no megatron."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, Generic, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, TypeVarTuple
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,9 @@ from rlframe.megatron.messages.microbatch import Share, join, split
 from rlframe.megatron.messages.ranks import ScoringRank
 from rlframe.megatron.messages.setup import RankSetup
 from rlframe.types.batch import Sequences, TopLogprobs
+
+if TYPE_CHECKING:
+    import ray
 
 W = TypeVar("W", bound=ScoringRank)
 S = TypeVar("S", bound=RankSetup)
@@ -37,13 +40,29 @@ class RankGroup(ABC, Generic[W]):
     reporters: list[int]
     """The rank that has the results, by data-parallel index."""
 
+    start_timeout_s: float
+    """Limit of `start` in seconds."""
+    _starting: "Sequence[ray.ObjectRef[Coordinates]]" = ()
+    """Calls that `start` waits for."""
+
     @abstractmethod
+    def begin(self) -> None:
+        """Has every rank build the model and load its first weights, which `start` waits for. Other groups can do so at
+        the same time. Does nothing if they have begun."""
+
     def start(self) -> None:
-        """Makes every rank build the model and load its first weights."""
+        """Waits until every rank has built the model and loaded its first weights."""
+        self.begin()
+        calls, self._starting = self._starting, ()
+        coordinates = self.workers.wait(calls, doing=f"start of the {self.role}", timeout_s=self.start_timeout_s)
+        self.dp_rank = [where.dp_rank for where in coordinates]
+        reports = {where.dp_rank: where.rank for where in coordinates if where.reports}
+        self.reporters = [reports[index] for index in range(self.parallel.dp)]
 
     def restart(self) -> None:
         """Restarts every rank in a new process on the same device, with the first weights."""
         self.workers.restart()
+        self._starting = ()
         self.start()
 
     def prove(self) -> None:
@@ -55,17 +74,15 @@ class RankGroup(ABC, Generic[W]):
         """
         self.workers.wait(self.workers.ask_all(ScoringRank.prove), doing="proof of the weights")
 
-    def join_world(self, start: Callable[[W, S], Coordinates], setup: S, *, start_timeout_s: float) -> None:
-        """Starts every rank with `setup`, its own rank and the address of the first."""
+    def join_world(self, start: Callable[[W, S], Coordinates], setup: S) -> None:
+        """Begins to start every rank with `setup`, its own rank and the address of the first."""
+        if self._starting:
+            return
         (address,) = self.workers.wait([self.workers.ask(0, ScoringRank.lead)], doing="rendezvous", ranks=[0])
-        calls = [
+        self._starting = [
             self.workers.ask(rank, start, replace(setup, rank=rank, init_method=f"tcp://{address}"))
             for rank in range(self.parallel.world)
         ]
-        coordinates = self.workers.wait(calls, doing=f"start of the {self.role}", timeout_s=start_timeout_s)
-        self.dp_rank = [where.dp_rank for where in coordinates]
-        reports = {where.dp_rank: where.rank for where in coordinates if where.reports}
-        self.reporters = [reports[index] for index in range(self.parallel.dp)]
 
     def _evaluate(
         self,

@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 PIECE_BYTES = 1 << 30
 """Bytes of a piece: while one is registered, other threads wait for the CUDA driver."""
+MOST_THREADS = 8
+"""Pieces that are made at a time. On an H200's host with 16 cores 8 GiB took 0.9 s in pieces of 1 GiB by 8 threads, 1.5
+by 4, and 2.0 in one piece whose pages 16 threads wrote; the pages of one piece come no faster with more threads."""
 
 
 class Pages(mmap.mmap):
@@ -39,12 +43,52 @@ def host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
     pages = Pages(-1, num_bytes)
     # Fewer pages to write and to register, where the system has large ones.
     pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    with _threads(-(-num_bytes // PIECE_BYTES)) as threads:
+        list(threads.map(_bring, memory.split(PIECE_BYTES)))
     cudart, address = torch.cuda.cudart(), memory.data_ptr()
     if status := int(cudart.cudaHostRegister(address, num_bytes, 0)):
         raise torch.cuda.CudaError(status)
     pages.forget = partial(cudart.cudaHostUnregister, address)
     return memory
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(count, MOST_THREADS, torch.get_num_threads()))
+
+
+def _bring(memory: Tensor) -> None:
+    """Has the system provide the pages of new memory, which are zeros, by one write into each."""
+    memory.numpy()[:: mmap.PAGESIZE] = 0
+
+
+class Pieces:
+    """Host memory in pieces of PIECE_BYTES, made by threads of its own while others go on."""
+
+    def __init__(self, *, pinned: bool):
+        self.pinned = pinned
+        self.num_bytes = 0
+        """Bytes of the pieces that are there or begun."""
+        self._begun: list[Future[Tensor]] = []
+
+    def grow(self, num_bytes: int) -> None:
+        """Begins to grow to at least this many bytes. Does not wait."""
+        missing = num_bytes - self.num_bytes
+        if missing <= 0:
+            return
+        sizes = [PIECE_BYTES] * (missing // PIECE_BYTES) + [missing % PIECE_BYTES] * (missing % PIECE_BYTES > 0)
+        threads = _threads(len(sizes))
+        self._begun += [threads.submit(host_memory, size, pinned=self.pinned) for size in sizes]
+        self.num_bytes += missing
+        threads.shutdown(wait=False)
+
+    def all(self) -> list[Tensor]:
+        """Waits for the pieces that are begun, and returns all.
+
+        Raises:
+            torch.cuda.CudaError: see `host_memory`.
+        """
+        return [each.result() for each in self._begun]
 
 
 def copied(values: Tensor) -> Tensor:

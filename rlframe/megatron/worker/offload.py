@@ -9,7 +9,7 @@ from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEm
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
-from rlframe.megatron.memory.pinned import PIECE_BYTES, host_memory
+from rlframe.megatron.memory.pinned import Pieces
 from rlframe.megatron.messages.moved import Moved
 from rlframe.megatron.model.model import Model
 
@@ -28,7 +28,7 @@ class SleepingMemory:
     """
 
     def __init__(self, model: Model, optimizer: MegatronOptimizer, *, moments: torch.dtype | None):
-        """Reserves host memory for main weights and moments, pinned and touched, so that no sleep waits for it.
+        """Begins to reserve host memory for main weights and moments, so that only the first sleep may wait for it.
 
         Args:
             moments: number format of Adam's moments. None leaves main weights and moments where they are: only
@@ -38,15 +38,14 @@ class SleepingMemory:
         self.device = next(iter(model.parameters.values())).device
         self._asleep: list[tuple[UntypedStorage, int]] | None = None
         self._gradients: list[tuple[UntypedStorage, int]] = []
-        self._chunks: list[Tensor] = []
+        self._host = Pieces(pinned=self.device.type == "cuda")
         self.moves_state = moments is not None
         if moments is not None:
-            self._reserve_for_state(moments)
+            self._host.grow(self._state_bytes(moments))
         # From here on what sleeps fills its blocks, before a forward pass puts anything of its own beside it.
-        self.sleep()
-        self.wake()
+        self._fill_blocks()
 
-    def _reserve_for_state(self, moments: torch.dtype) -> None:
+    def _state_bytes(self, moments: torch.dtype) -> int:
         # Main weights and Muon's momentum exist; Adam creates its two moments at the first step.
         shards = [
             parameter
@@ -55,14 +54,31 @@ class SleepingMemory:
             if not part.state.get(parameter)
         ]
         elements = sum(parameter.numel() for parameter in shards if parameter.device == self.device)
-        self._reserve(sum(storage.nbytes() for storage in self._kept()) + 2 * moments.itemsize * elements)
+        return sum(storage.nbytes() for storage in self._kept()) + 2 * moments.itemsize * elements
+
+    def _fill_blocks(self) -> None:
+        """Moves what sleeps into whole blocks of the device's memory. Gradients are undefined."""
+        for storage in gradient_storages(self.model):
+            size = storage.nbytes()
+            storage.resize_(0)
+            self._release_unused()
+            storage.resize_(whole_blocks(size))
+        for storage in self._kept():
+            if storage.nbytes() >= LARGE_BYTES:
+                # Keeps the values.
+                storage.resize_(whole_blocks(storage.nbytes()))
+                self._release_unused()
+
+    def _release_unused(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def before_step(self) -> None:
         """Gives unused memory back before the step in which Adam creates moments that will not sleep. It would create
         them inside blocks of past micro-batches, which no sleep could give back then."""
         creates = any(parameters_of(part) and not part.state for part in parts(self.optimizer))
-        if creates and not self.moves_state and self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if creates and not self.moves_state:
+            self._release_unused()
 
     def sleep(self) -> Moved:
         """Gives the memory back. Only the parameters may be used until `wake`."""
@@ -70,7 +86,7 @@ class SleepingMemory:
         begun = time.perf_counter()
         kept = [(storage, storage.nbytes()) for storage in self._kept()]
         self._gradients = [(storage, storage.nbytes()) for storage in gradient_storages(self.model)]
-        self._reserve(sum(size for _, size in kept))
+        self._host.grow(sum(size for _, size in kept))
         for here, there in self._pieces(kept):
             there.copy_(here, non_blocking=True)
         torch.cuda.synchronize()
@@ -78,8 +94,7 @@ class SleepingMemory:
             storage.resize_(0)
         forget_placeholders()
         forget_angles()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._release_unused()
         self._asleep = kept
         return self._moved(begun)
 
@@ -102,8 +117,8 @@ class SleepingMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are reserved."""
-        return sum(chunk.numel() for chunk in self._chunks)
+        """Bytes of host memory that are reserved, or about to be."""
+        return self._host.num_bytes
 
     def _moved(self, begun: float) -> Moved:
         assert self._asleep is not None
@@ -134,25 +149,18 @@ class SleepingMemory:
                         found[storage.data_ptr()] = storage
         return list(found.values())
 
-    def _reserve(self, num_bytes: int) -> None:
-        """Grows the host memory to at least this many bytes."""
-        missing = num_bytes - self.host_bytes
-        while missing > 0:
-            size = min(missing, PIECE_BYTES)
-            self._chunks.append(host_memory(size, pinned=self.device.type == "cuda"))
-            missing -= size
-
     def _pieces(self, sized: Iterable[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (bytes on the device, their place in host memory), of so many bytes of each storage, in an order that
         depends only on the sizes."""
+        chunks = self._host.all()
         index, used = 0, 0
         for storage, size in sized:
             left = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[:size]
             while left.numel():
-                if used == self._chunks[index].numel():
+                if used == chunks[index].numel():
                     index, used = index + 1, 0
-                count = min(left.numel(), self._chunks[index].numel() - used)
-                yield left[:count], self._chunks[index][used : used + count]
+                count = min(left.numel(), chunks[index].numel() - used)
+                yield left[:count], chunks[index][used : used + count]
                 left, used = left[count:], used + count
 
 

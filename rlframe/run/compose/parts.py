@@ -145,7 +145,9 @@ class Parts:
         return torch.device(device.value)
 
     def start_groups(self) -> None:
-        """Builds the models of all groups of ranks and loads their weights."""
+        """Builds the models of all groups of ranks at the same time, and loads their weights."""
+        for group in self.groups:
+            group.begin()
         for group in self.groups:
             group.start()
 

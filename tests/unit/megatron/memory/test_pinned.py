@@ -2,12 +2,14 @@
 
 import gc
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rlframe.megatron.memory.pinned import copied, host_memory
+from rlframe.megatron.memory import pinned
+from rlframe.megatron.memory.pinned import Pieces, copied, host_memory
 
 
 @pytest.fixture
@@ -59,3 +61,35 @@ def test_a_copy_has_values_of_its_own(dtype: torch.dtype) -> None:
     values.zero_()
     assert torch.equal(copy, torch.arange(6, dtype=dtype).view(2, 3))
     assert copied(torch.empty(0, dtype=dtype)).numel() == 0
+
+
+def test_pieces_grow_to_what_is_asked_for_and_are_registered_each(
+    registered: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "PIECE_BYTES", 1 << 20)
+    pieces = Pieces(pinned=True)
+    pieces.grow((2 << 20) + 5)
+    assert [each.numel() for each in pieces.all()] == [1 << 20, 1 << 20, 5] and not any(map(torch.any, pieces.all()))
+    pieces.grow(1 << 20)
+    assert pieces.num_bytes == (2 << 20) + 5, "there is enough"
+    pieces.grow(3 << 20)
+    sizes = [each.numel() for each in pieces.all()]
+    assert sum(sizes) == pieces.num_bytes == 3 << 20 and max(sizes) == 1 << 20
+    assert registered == {each.data_ptr(): each.numel() for each in pieces.all()}
+
+
+def test_one_that_holds_up_none_is_waited_for_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_register = Event()
+
+    def register(address: int, num_bytes: int, flags: int) -> int:
+        assert may_register.wait(timeout=60)
+        return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    # The real one asks CUDA what the status means.
+    monkeypatch.setattr(torch.cuda, "CudaError", MemoryError)
+    pieces = Pieces(pinned=True)
+    pieces.grow(1 << 20)
+    may_register.set()
+    with pytest.raises(MemoryError, match="2"):
+        pieces.all()

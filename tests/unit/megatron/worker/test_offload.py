@@ -45,6 +45,12 @@ class Policy:
         self.adam.step()
 
 
+def test_what_will_sleep_has_whole_blocks_from_the_start_and_its_values(monkeypatch: pytest.MonkeyPatch):
+    policy = Policy(monkeypatch, torch.float32, ELEMENTS)
+    assert policy.main.untyped_storage().nbytes() == policy.gradients.untyped_storage().nbytes() == 14 * MIB
+    assert torch.equal(policy.main, torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0)))
+
+
 def test_what_slept_is_back_in_whole_blocks_however_often(monkeypatch: pytest.MonkeyPatch):
     policy = Policy(monkeypatch, torch.float32, ELEMENTS)
     policy.step()

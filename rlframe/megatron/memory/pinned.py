@@ -82,12 +82,16 @@ class Pieces:
         self.num_bytes += missing
         threads.shutdown(wait=False)
 
-    def all(self) -> list[Tensor]:
-        """Waits for the pieces that are begun, and returns all.
+    def __getitem__(self, index: int) -> Tensor:
+        """Returns a piece, which it waits for.
 
         Raises:
             torch.cuda.CudaError: see `host_memory`.
         """
+        return self._begun[index].result()
+
+    def all(self) -> list[Tensor]:
+        """Returns all pieces. See `__getitem__`."""
         return [each.result() for each in self._begun]
 
 

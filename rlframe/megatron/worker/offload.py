@@ -28,7 +28,7 @@ class SleepingMemory:
     """
 
     def __init__(self, model: Model, optimizer: MegatronOptimizer, *, moments: torch.dtype | None):
-        """Begins to reserve host memory for main weights and moments, so that only the first sleep may wait for it.
+        """Begins to reserve host memory for main weights and moments, so that only the first sleeps may wait for it.
 
         Args:
             moments: number format of Adam's moments. None leaves main weights and moments where they are: only
@@ -43,7 +43,8 @@ class SleepingMemory:
         if moments is not None:
             self._host.grow(self._state_bytes(moments))
         # From here on what sleeps fills its blocks, before a forward pass puts anything of its own beside it.
-        self._fill_blocks()
+        self.sleep()
+        self.wake()
 
     def _state_bytes(self, moments: torch.dtype) -> int:
         # Main weights and Muon's momentum exist; Adam creates its two moments at the first step.
@@ -56,29 +57,12 @@ class SleepingMemory:
         elements = sum(parameter.numel() for parameter in shards if parameter.device == self.device)
         return sum(storage.nbytes() for storage in self._kept()) + 2 * moments.itemsize * elements
 
-    def _fill_blocks(self) -> None:
-        """Moves what sleeps into whole blocks of the device's memory. Gradients are undefined."""
-        for storage in gradient_storages(self.model):
-            size = storage.nbytes()
-            storage.resize_(0)
-            self._release_unused()
-            storage.resize_(whole_blocks(size))
-        for storage in self._kept():
-            if storage.nbytes() >= LARGE_BYTES:
-                # Keeps the values.
-                storage.resize_(whole_blocks(storage.nbytes()))
-                self._release_unused()
-
-    def _release_unused(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def before_step(self) -> None:
         """Gives unused memory back before the step in which Adam creates moments that will not sleep. It would create
         them inside blocks of past micro-batches, which no sleep could give back then."""
         creates = any(parameters_of(part) and not part.state for part in parts(self.optimizer))
-        if creates and not self.moves_state:
-            self._release_unused()
+        if creates and not self.moves_state and self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def sleep(self) -> Moved:
         """Gives the memory back. Only the parameters may be used until `wake`."""
@@ -94,7 +78,8 @@ class SleepingMemory:
             storage.resize_(0)
         forget_placeholders()
         forget_angles()
-        self._release_unused()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         self._asleep = kept
         return self._moved(begun)
 
@@ -152,15 +137,14 @@ class SleepingMemory:
     def _pieces(self, sized: Iterable[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (bytes on the device, their place in host memory), of so many bytes of each storage, in an order that
         depends only on the sizes."""
-        chunks = self._host.all()
         index, used = 0, 0
         for storage, size in sized:
             left = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[:size]
             while left.numel():
-                if used == chunks[index].numel():
+                if used == self._host[index].numel():
                     index, used = index + 1, 0
-                count = min(left.numel(), chunks[index].numel() - used)
-                yield left[:count], chunks[index][used : used + count]
+                count = min(left.numel(), self._host[index].numel() - used)
+                yield left[:count], self._host[index][used : used + count]
                 left, used = left[count:], used + count
 
 

@@ -62,7 +62,8 @@ test-engines: test-sglang
 		tests/unit/rollout/vllm tests/unit/tools/test_plan_sync.py tests/e2e/test_vllm.py
 
 test-sglang:
-	PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadgroup -k sglang \
+	PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadgroup -m "not thorough" \
+		-k sglang
 		tests/contracts/engines tests/unit/rollout/sglang
 
 test-megatron-newest:

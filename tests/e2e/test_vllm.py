@@ -130,6 +130,7 @@ def test_adapters_alone_reach_vllm_in_place_and_it_computes_what_the_trainer_doe
     assert len(probes) == 4 and max(probes) < 1e-4
 
 
+@pytest.mark.thorough
 def test_a_model_is_evaluated_with_vllm_and_no_trainer(tmp_path: Path) -> None:
     kept = ("rollout", "rollout.num_engines", "rollout.max_model_len", "data.max_prompt_tokens", "logging.progress")
     settings = {key: SETTINGS[key] for key in kept} | {"mode": "evaluate", "data.evaluation_count": 16}

@@ -220,6 +220,7 @@ def test_an_engine_that_cannot_be_recorded_is_streamed_whole_tensors_and_the_rea
 
 
 @pytest.mark.engine
+@pytest.mark.thorough
 def test_floors_of_qwen3_30b_into_vllm_are_those_worked_out_by_hand(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     folder = folder_of(tmp_path, QWEN3_30B)

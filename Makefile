@@ -27,6 +27,8 @@ PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder -n 3 \
 	-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 MEGATRON = tests/unit/megatron tests/contracts/test_model_family.py tests/multiprocess/megatron tests/multiprocess/checkpoint \
 	tests/multiprocess/runs/endings/test_resume.py tests/e2e/test_runs.py
+OF_SGLANG = PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadgroup -k sglang \
+	tests/contracts/engines tests/unit/rollout/sglang
 USUAL = -m "not thorough and not engine"
 FIRST = -m "not thorough and not engine and not later"
 
@@ -71,6 +73,7 @@ test-megatron-newest:
 
 test-thorough:
 	python -m pytest -m thorough tests/multiprocess tests/e2e tests/campaigns tests/unit tests/contracts
+	$(OF_SGLANG) -m thorough
 
 test-mutations:
 	python -m tests.mutations --jobs 2

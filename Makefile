@@ -64,9 +64,7 @@ test-engines: test-sglang
 		tests/unit/rollout/vllm tests/unit/tools/test_plan_sync.py tests/e2e/test_vllm.py
 
 test-sglang:
-	PYTHONPATH=$(abspath $(SGLANG)):$(CURDIR)/tests/sglang_on_cpu python -m pytest -n 2 --dist loadgroup -m "not thorough" \
-		-k sglang
-		tests/contracts/engines tests/unit/rollout/sglang
+	$(OF_SGLANG) -m "not thorough"
 
 test-megatron-newest:
 	PATH=$(abspath $(NEWEST))/bin:$$PATH $(PYTEST) $(USUAL) $(MEGATRON)

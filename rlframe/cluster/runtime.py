@@ -51,6 +51,8 @@ PATH_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/
 """Bytes that Linux leaves to the path of the temporary folder, as it takes 107 as that of a socket."""
 DIED = "A worker died or was killed while executing a task"
 """Beginning of what Ray prints of a dead worker."""
+IN_USE = threading.Lock()
+"""Held by the run of this process, also while Ray starts, which may take seconds."""
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -68,12 +70,6 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     Raises:
         ConfigError: no cluster answers at the address, Ray does not start here, or this process uses it already.
     """
-    if ray.is_initialized():
-        said = (
-            "this process is connected to Ray already, by another run or by ray.init, and may be so once: wait for the "
-            "run, call ray.shutdown() before it, or begin it in a process of its own"
-        )
-        raise ConfigError([Fault("cluster.address", said=said)])
     # Ray would otherwise hide the accelerators from actors that request none, and warn at each start.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
@@ -81,7 +77,8 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     # answer, would connect again, and the next `ray.init` fail. Ray reads RAY_ENABLE_AUTO_CONNECT only when imported.
     auto_init_hook.enable_auto_connect = False
     address, environment = config.joins, config.runtime_env.for_ray()
-    with without_deaths(), nullcontext() if address else closed_to_others(), nullcontext() if address else known():
+    here, its_own = (nullcontext(), nullcontext()) if address else (closed_to_others(), known())
+    with one_at_a_time(), without_deaths(), here, its_own:
         with keeping_handlers():
             if address:
                 join(address, environment)
@@ -91,6 +88,25 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
             yield
         finally:
             leave()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Keeps every other run of this process from Ray until the end of the `with` block.
+
+    Raises:
+        ConfigError: this process uses Ray already.
+    """
+    if ray.is_initialized() or not IN_USE.acquire(blocking=False):
+        said = (
+            "this process is connected to Ray already, by another run or by ray.init, and may be so once: wait for the "
+            "run, call ray.shutdown() before it, or begin it in a process of its own"
+        )
+        raise ConfigError([Fault("cluster.address", said=said)])
+    try:
+        yield
+    finally:
+        IN_USE.release()
 
 
 def leave() -> None:

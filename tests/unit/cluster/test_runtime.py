@@ -36,3 +36,21 @@ def test_a_process_that_uses_ray_already_is_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="connected to Ray already"), running(ClusterConfig(), num_devices=1):
         pass
     assert not left, "the other run goes on"
+
+
+def test_of_two_runs_at_the_same_instant_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+
+    def init(**_: object) -> None:
+        # Ray is not initialized while it starts.
+        assert not ray.is_initialized()
+        with pytest.raises(ConfigError) as error, running(ClusterConfig(), num_devices=1):
+            pass
+        refused.append(str(error.value))
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    for _ in range(2):
+        with running(ClusterConfig(), num_devices=1):
+            pass
+    assert len(refused) == 2 and all("by another run or by ray.init" in each for each in refused)

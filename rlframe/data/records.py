@@ -19,7 +19,7 @@ from rlframe.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-KEYS = "data.path or data.evaluation_path"
+KEYS = "data.path, data.evaluation_path or evaluation.sets.NAME.path"
 """Settings that name paths, for messages."""
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
 PARQUET_ROWS = 1024
@@ -129,7 +129,7 @@ def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator
     else:
         found = "neither" if place.exists() else "nothing there"
         raise DataError(
-            f"{path}: expected {KEYS} to be a file, a folder or a Hugging Face dataset owner/name, found {found}"
+            f"{path}: expected a file, a folder or a Hugging Face dataset owner/name ({KEYS}), found {found}"
         )
     empty = True
     for record in records:

@@ -82,7 +82,10 @@ def test_bytes_that_are_not_utf8_name_their_line(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_and_an_empty_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="gone.jsonl: expected data.path or data.evaluation_path to be a file"):
+    with pytest.raises(
+        DataError,
+        match=r"gone.jsonl: expected a file, .* .data.path, data.evaluation_path or evaluation.sets.NAME.path.",
+    ):
         read(str(tmp_path / "gone.jsonl"), max_bytes=1e6)
     with pytest.raises(DataError, match="expected a folder with .jsonl"):
         read(str(tmp_path), max_bytes=1e6)

@@ -160,12 +160,18 @@ def check_unweighted(record: Record) -> None:
 
 
 def check_whole(record: Record, config: DataConfig) -> None:
-    """Raises DataError if reasoning stands beside a response of text and would be left out of what is learned, unless
-    data.answer_key names the response."""
+    """Raises DataError if reasoning, or a list of responses, stands beside a response of text and would be left out of
+    what is learned, unless data.answer_key names the response."""
     key = record.first(RESPONSE_KEYS)
     response = record.fields.get(key) if key else None
     if config.answer_key or not isinstance(response, str):
         return
+    if isinstance(others := record.fields.get("responses"), list) and others:
+        raise DataError(
+            f"{record.where}: expected one response, found {key!r} beside 'responses', a list of {len(others)} that "
+            f"would be left out; write a record for each response that is to be learned, or, if {key!r} is, name it "
+            f"with {_setting('answer_key')}"
+        )
     for name in REASONING_KEYS:
         value = record.fields.get(name)
         if isinstance(value, str) and value.strip() and value.strip() not in response:

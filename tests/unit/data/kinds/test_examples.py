@@ -146,6 +146,17 @@ def test_what_stands_beside_the_response_of_a_record_and_would_be_left_out_is_re
         understood({**answered, key: "2 and 2"})
 
 
+def test_responses_beside_the_answer_are_refused_in_place_of_being_left_out() -> None:
+    """As mode=generate writes them: the answer of the data alone was learnt."""
+    asked = {"messages": [{"role": "user", "content": "2+2="}], "answer": "4"}
+    record = Record(fields={**asked, "responses": [{"text": "4"}, {"text": "5"}]}, source="s", where="s:1")
+    with pytest.raises(DataError, match="s:1: expected one response, found 'answer' beside 'responses', a list of 2"):
+        ExampleSource.understand(record, DataConfig())
+    assert ExampleSource.understand(record, DataConfig(answer_key="answer")).messages[-1]["content"] == "4"
+    # As prompts its records are whole.
+    assert understand(record, DataConfig()).answer == "4"
+
+
 @pytest.mark.parametrize(
     ("weight", "on", "message"),
     [

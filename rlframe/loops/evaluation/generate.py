@@ -61,6 +61,16 @@ class Generation:
                 self._write(groups)
                 bar.update(len(groups))
 
+    def faults(self) -> str:
+        """Returns on how many responses of the file a reward failed, and how many attempts were lost. Empty if none."""
+        failed = lost = 0
+        with self.file.open("rb") as lines:
+            for record in map(json.loads, lines):
+                failed += sum(each.get("reward_failed", False) for each in record.get("responses", ()))
+                lost += record.get("lost", 0)
+        told = [f"a reward failed on {failed} responses, where it counts as 0"] if failed else []
+        return ", and ".join([*told, f"{lost} attempts were lost"] if lost else told)
+
     def _task(self, place: int, prompt: Prompt) -> Task:
         return self.attempts.task(
             Group.begin(f"{place}", prompt, self.samples_per_prompt), step=0, sampling=self.sampling

@@ -40,6 +40,9 @@ def generate(parts: Parts) -> dict[str, float]:
     there = f"; {len(ids) - written} were there" if written < len(ids) else ""
     times = f"{time.monotonic() - began:.1f} s after a start of {parts.start_up}"
     print_line(f"{config.name}: {written} prompts answered in {times}{there}.")
+    if faults := generation.faults():
+        again = "without the lines of their prompts in it the same command samples these again"
+        print_line(f"warning: {faults}, in all of {RESPONSES}; {again}")
     print_line(f"In {parts.folder}: {RESPONSES}, config.yaml, logs/.")
     return {}
 

@@ -82,6 +82,22 @@ def test_what_is_finished_is_not_sampled_again_and_a_torn_line_is(tmp_path: Path
     assert asked == [] and done.num_written == 0
 
 
+def test_failed_rewards_and_lost_attempts_are_told_those_of_before_an_interruption_too(tmp_path: Path) -> None:
+    file = tmp_path / "responses.jsonl"
+    made, _ = generation(file)
+    made.run(PROMPTS, IDS)
+    assert made.faults() == ""
+    records = written(file)
+    records["p1"]["responses"][0]["reward_failed"] = True
+    file.write_text("".join(json.dumps(each) + "\n" for each in records.values()))
+    again, asked = generation(file)
+    again.run(PROMPTS, IDS)
+    assert asked == [] and again.faults() == "a reward failed on 1 responses, where it counts as 0"
+    records["p2"] |= {"responses": [], "lost": 2}
+    file.write_text("".join(json.dumps(each) + "\n" for each in records.values()))
+    assert again.faults() == "a reward failed on 1 responses, where it counts as 0, and 2 attempts were lost"
+
+
 def test_responses_to_another_prompt_with_the_same_id_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "responses.jsonl"
     generation(file)[0].run(PROMPTS, IDS)

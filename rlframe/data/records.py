@@ -139,13 +139,18 @@ def iterate(path: str, *, max_bytes: float, streaming: bool = False) -> Iterator
         raise DataError(f"{path}: expected records, found an empty file")
 
 
+def is_data(file: Path) -> bool:
+    """Returns whether a folder's file of this name is read: one of EXTENSIONS, and not hidden."""
+    return file.suffix in EXTENSIONS and file.name[0] != "."
+
+
 def _place(path: str) -> tuple[Path, list[Path] | None]:
     """Returns the path, or the files of a folder in the order of their names."""
     try:
         place = Path(path).expanduser()
         if not place.is_dir():
             return place, None
-        files = sorted(file for file in place.iterdir() if file.suffix in EXTENSIONS)
+        files = sorted(file for file in place.iterdir() if is_data(file))
     except (OSError, ValueError, RuntimeError) as error:
         # A folder that may not be read, a name that is none, or the home of nobody.
         raise DataError(f"{path!r:.200} ({KEYS}) cannot be read: {error!s:.200}") from error

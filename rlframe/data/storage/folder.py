@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlframe.data.config import AUTO, DataConfig
-from rlframe.data.records import EXTENSIONS
+from rlframe.data.records import is_data
 
 OURS = re.compile(r"[0-9a-f]{64}(-[0-9a-f]{64}\.records|\.items|\..*\.partial)")
 """Pattern of the names of rlframe's files. A partial file is being written, or remains from a crash."""
@@ -47,7 +47,7 @@ def evict(folder: Path, most_bytes: float, *, besides: Path | None = None) -> No
 def files_of(place: Path) -> Iterator[Path]:
     """Yields the files of a folder, or the file, in the order in which they are read. Folders within are not read."""
     if place.is_dir():
-        yield from sorted(file for file in place.iterdir() if file.suffix in EXTENSIONS and file.is_file())
+        yield from sorted(file for file in place.iterdir() if is_data(file) and file.is_file())
     else:
         yield place
 

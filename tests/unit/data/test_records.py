@@ -7,6 +7,7 @@ import pytest
 
 from rlframe.data.config import DataConfig
 from rlframe.data.records import Record, read
+from rlframe.data.storage.folder import files_of
 from rlframe.data.text.conversations import understand
 from rlframe.utils.errors import DataError
 
@@ -345,6 +346,18 @@ def test_what_is_not_read_of_a_folder_is_said(tmp_path: Path, caplog: pytest.Log
     assert [record.message for record in caplog.records] == [
         f"{tmp_path}: b.jsonl.gz, c.csv, train are not read, only the folder's own .jsonl, .json, .parquet, .txt files"
     ]
+
+
+def test_hidden_files_of_a_folder_are_not_read(tmp_path: Path) -> None:
+    """A copy of an editor, or what macOS lays beside each file of a foreign disk."""
+    for name, text in (("a.jsonl", '{"n": 1}'), (".b.jsonl", '{"n": 2}'), ("._a.jsonl", "\x00\x05")):
+        (tmp_path / name).write_text(text)
+    assert [record.fields for record in read(str(tmp_path), max_bytes=1e6)] == [{"n": 1}]
+    assert [file.name for file in files_of(tmp_path)] == ["a.jsonl"]
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(DataError, match="files, found none"):
+        read(str(tmp_path), max_bytes=1e6)
+    assert len(read(str(tmp_path / ".b.jsonl"), max_bytes=1e6)) == 1
 
 
 def test_links_to_the_folder_itself_are_not_followed(tmp_path: Path) -> None:

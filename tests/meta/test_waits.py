@@ -31,6 +31,8 @@ WATCHED = "its own waits have limits, and the watchdog's are around it"
 SAMPLES = "the thread writes one file to the run's folder, as the driver itself does elsewhere"
 ALLOWED = {
     "rlframe/megatron/checkpoint/writer.py:write": "threads that only write; the driver's wait has a limit",
+    "rlframe/megatron/memory/pinned.py:__getitem__": IN_A_CALL,
+    "rlframe/megatron/memory/pinned.py:all": IN_A_CALL,
     "rlframe/attempts/calls.py:_ended": ENDED,
     "rlframe/attempts/endpoint/agents.py:_until_over": ENDED,
     "rlframe/attempts/endpoint/agents.py:attempt": "rollout.attempt_timeout_s is the limit of an attempt",

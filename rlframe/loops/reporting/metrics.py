@@ -262,7 +262,8 @@ def rollout_metrics(groups: Sequence[Group], tokens: Tokens | None = None) -> di
     """Returns metrics of the rollouts of a step: rewards of attempts, lengths and repetition of sequences, how they
     ended, how many groups have a signal.
 
-    With `algorithm.mask_truncated` the `rollout/truncated_fraction` is excluded from the loss.
+    `rollout/truncated_fraction` is of sequences. With `algorithm.mask_truncated` attempts whose last sequence is cut
+    off are excluded from the loss, all sequences of each.
 
     Args:
         tokens: those of the rollouts, if they are known.

@@ -8,6 +8,7 @@
 #   vLLM and SGLang, which lies in the folder SGLANG (tests/requirements-sglang-cpu.txt) or is installed, and the main job
 #   with vLLM.
 # test-thorough: before a release. Further cells of what test has: sweeps, other layouts, other moments to die, and runs.
+#   SGLang's too, if it is installed or lies in the folder SGLANG.
 # test-megatron-newest: after a change of rlframe/megatron. What depends on Megatron-Core, and main jobs, on its newest
 #   release, which needs Python 3.12 or newer: the environment in the folder NEWEST (docs/development.md).
 # test-mutations: plants every fault of tests/mutations/catalogue; each must be noticed by its test.

@@ -71,7 +71,13 @@ def main() -> None:
     parser.add_argument("case", choices=OPTIONS)
     parser.add_argument("--model", choices=MODELS, default="qwen3_4b")
     parser.add_argument("--memory", type=float, default=0.6, help="the engine's gpu_memory_utilization")
-    parser.add_argument("--quantization", choices=EngineFormat, type=EngineFormat, default=EngineFormat.NONE)
+    parser.add_argument(
+        "--quantization",
+        choices=EngineFormat,
+        type=EngineFormat,
+        default=EngineFormat.NONE,
+        help="rollout.quantization of the engine; its result has it in its name",
+    )
     parser.add_argument("--syncs", nargs="+", default=["cuda_ipc"], help="transports of weight sync, in turn")
     parser.add_argument("--output", type=Path, default=Path("engines.json"))
     parser.add_argument("--logs", type=Path, default=None, help="folder for the workers' logs")

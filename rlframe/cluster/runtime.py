@@ -77,8 +77,12 @@ def running(config: ClusterConfig, *, num_devices: int) -> Iterator[None]:
     # answer, would connect again, and the next `ray.init` fail. Ray reads RAY_ENABLE_AUTO_CONNECT only when imported.
     auto_init_hook.enable_auto_connect = False
     address, environment = config.joins, config.runtime_env.for_ray()
-    here, its_own = (nullcontext(), nullcontext()) if address else (closed_to_others(), known())
-    with one_at_a_time(), without_deaths(), here, its_own:
+    with (
+        one_at_a_time(),
+        without_deaths(),
+        nullcontext() if address else closed_to_others(),
+        nullcontext() if address else known(),
+    ):
         with keeping_handlers():
             if address:
                 join(address, environment)

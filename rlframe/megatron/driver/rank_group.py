@@ -39,7 +39,6 @@ class RankGroup(ABC, Generic[W]):
     """Data-parallel index of each rank."""
     reporters: list[int]
     """The rank that has the results, by data-parallel index."""
-
     start_timeout_s: float
     """Limit of `start` in seconds."""
     _starting: "Sequence[ray.ObjectRef[Coordinates]]" = ()

@@ -28,7 +28,8 @@ class SleepingMemory:
     """
 
     def __init__(self, model: Model, optimizer: MegatronOptimizer, *, moments: torch.dtype | None):
-        """Begins to reserve host memory for main weights and moments, so that only the first sleeps may wait for it.
+        """Begins to reserve host memory for main weights and moments, so that only the first sleeps wait, and for
+        as much of it as they use.
 
         Args:
             moments: number format of Adam's moments. None leaves main weights and moments where they are: only

@@ -17,7 +17,8 @@ CHOSEN_RUNNER = os.environ.get(RUNNER)
 """Value that the user gave it, or None."""
 RELEASE = "0.26."
 MIXTURES = frozenset({"Qwen3MoeForCausalLM"})
-"""Models that are faster with V2 of that release on one GPU. On two they are not (docs/engines.md)."""
+"""Models that were measured with V2 of that release, and have it on one GPU. On two it was no faster
+(docs/engines.md)."""
 
 
 def choose_runner(*, first: bool) -> None:

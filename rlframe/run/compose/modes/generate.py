@@ -41,8 +41,8 @@ def generate(parts: Parts) -> dict[str, float]:
     times = f"{time.monotonic() - began:.1f} s after a start of {parts.start_up}"
     print_line(f"{config.name}: {written} prompts answered in {times}{there}.")
     if faults := generation.faults():
-        again = "without the lines of their prompts in it the same command samples these again"
-        print_line(f"warning: {faults}, in all of {RESPONSES}; {again}")
+        again = "to sample their prompts again, delete the lines of these from it and start the same command"
+        print_line(f"warning: in all of {RESPONSES} {faults}; {again}")
     print_line(f"In {parts.folder}: {RESPONSES}, config.yaml, logs/.")
     return {}
 

@@ -78,7 +78,9 @@ def test_pieces_grow_to_what_is_asked_for_and_are_registered_each(
     assert registered == {each.data_ptr(): each.numel() for each in pieces.all()}
 
 
-def test_one_that_holds_up_none_is_waited_for_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_waits_for_nothing_and_a_failure_is_raised_where_a_piece_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     may_register = Event()
 
     def register(address: int, num_bytes: int, flags: int) -> int:

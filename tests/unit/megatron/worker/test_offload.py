@@ -1,11 +1,14 @@
 """Memory of a sleeping policy comes back in whole blocks of torch's CUDA allocator, with what was in it."""
 
+from itertools import count
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rlframe.megatron.memory import pinned
 from rlframe.megatron.worker.offload import SleepingMemory, whole_blocks
 
 MIB = 1 << 20
@@ -49,6 +52,22 @@ def test_what_will_sleep_has_whole_blocks_from_the_start_and_its_values(monkeypa
     policy = Policy(monkeypatch, torch.float32, ELEMENTS)
     assert policy.main.untyped_storage().nbytes() == policy.gradients.untyped_storage().nbytes() == 14 * MIB
     assert torch.equal(policy.main, torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0)))
+
+
+def test_a_start_does_not_wait_for_host_memory_of_moments(monkeypatch: pytest.MonkeyPatch):
+    may_go, begun, make = Event(), count(), pinned.host_memory
+
+    def slow(size: int, *, pinned: bool) -> torch.Tensor:
+        # 12 MiB and 20 bytes of main weights lie in the first 13 pieces of 1 MiB.
+        assert next(begun) < 13 or may_go.wait(timeout=60)
+        return make(size, pinned=pinned)
+
+    for name, value in {"PIECE_BYTES": MIB, "MOST_THREADS": 1, "host_memory": slow}.items():
+        monkeypatch.setattr(pinned, name, value)
+    policy = Policy(monkeypatch, torch.float32, ELEMENTS)
+    may_go.set()
+    policy.step()
+    assert policy.sleeping.sleep().kept_bytes == policy.sleeping.host_bytes
 
 
 def test_what_slept_is_back_in_whole_blocks_however_often(monkeypatch: pytest.MonkeyPatch):

@@ -3,12 +3,13 @@
     python examples/benchmarks/engines.py vllm --output result.json
     python examples/benchmarks/engines.py sglang --output result.json
     python examples/benchmarks/engines.py sglang --quantization fp8_block --output result.json
+    python examples/benchmarks/engines.py sglang --cache fp8 --prompt 4096 --output result.json
 
 The second command adds its engine to the first one's file: the two need other releases of some packages, and may have
 an environment each. Both get the same requests through rlframe's own engines in their Ray actors: 256 prompts of 512
-random tokens, no two alike, and 512 tokens sampled for each, whatever they are; before each batch the prefix cache is
-emptied, as a weight sync does. Weights are random and arrive by a weight sync from a trainer's parameters on the same
-GPU (see weight_sync.py). CUDA graphs cover decoding; prefill is eager.
+random tokens, or as many as `--prompt` says, no two alike, and 512 tokens sampled for each, whatever they are; before
+each batch the prefix cache is emptied, as a weight sync does. Weights are random and arrive by a weight sync from a
+trainer's parameters on the same GPU (see weight_sync.py). CUDA graphs cover decoding; prefill is eager.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.models.hub import load_family, read_config
 from rlframe.models.quantized.blocks import EngineFormat
-from rlframe.rollout.base.config import EngineDtype
+from rlframe.rollout.base.config import CacheFormat, EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup
 from rlframe.types.input import ModelInput
@@ -45,7 +46,7 @@ from rlframe.utils.registry import find
 from rlframe.weight_sync.border import DestinationRank
 from rlframe.weight_sync.plan.planner import LinkSpeeds
 
-NUM_REQUESTS, PROMPT_TOKENS, RESPONSE_TOKENS = 256, 512, 512
+NUM_REQUESTS, RESPONSE_TOKENS = 256, 512
 REPEATS = 3
 """Timed batches, after one that warms up."""
 SIZES = [1, 2, 4, *range(8, NUM_REQUESTS + 1, 8)]
@@ -78,6 +79,16 @@ def main() -> None:
         default=EngineFormat.NONE,
         help="rollout.quantization of the engine; its result has it in its name",
     )
+    parser.add_argument(
+        "--cache",
+        choices=CacheFormat,
+        type=CacheFormat,
+        default=CacheFormat.AUTO,
+        help="rollout.kv_cache_dtype of the engine; its result has it in its name",
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=512, help="tokens of a prompt; other results have it in their name"
+    )
     parser.add_argument("--syncs", nargs="+", default=["cuda_ipc"], help="transports of weight sync, in turn")
     parser.add_argument("--output", type=Path, default=Path("engines.json"))
     parser.add_argument("--logs", type=Path, default=None, help="folder for the workers' logs")
@@ -87,9 +98,11 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         outcome = run(arguments, folder, speeds, tflops, stack)
-    result |= {"model": arguments.model, "requests": [NUM_REQUESTS, PROMPT_TOKENS, RESPONSE_TOKENS]}
+    result |= {"model": arguments.model, "requests": [NUM_REQUESTS, parser.get_default("prompt"), RESPONSE_TOKENS]}
     quantized = "" if arguments.quantization is EngineFormat.NONE else f"-{arguments.quantization}"
-    result["engines"][arguments.case + quantized] = {
+    cache = "" if arguments.cache is CacheFormat.AUTO else f"-cache-{arguments.cache}"
+    prompt = "" if arguments.prompt == parser.get_default("prompt") else f"-prompt-{arguments.prompt}"
+    result["engines"][arguments.case + quantized + cache + prompt] = {
         "machine": machine(),
         "copy_gb_per_s": speeds.device,
         "matmul_tflops": tflops,
@@ -140,10 +153,9 @@ def run(
             rollout.call(DestinationRank.close)
             sources.stop()
         print(json.dumps(outcome["syncs"][-1]), flush=True)
-    outcome["rollout"] = sample(rollout, model)
-    quantized = arguments.quantization is not EngineFormat.NONE
-    outcome["floor_s"] = floor_s(model, speeds, tflops, quantized=quantized)
-    outcome["single"] = single(rollout, model)
+    outcome["rollout"] = sample(rollout, model, arguments.prompt)
+    outcome["floor_s"] = floor_s(arguments, Path(model.path), speeds, tflops)
+    outcome["single"] = single(rollout, model, arguments.prompt)
     outcome["sleep"] = sleep_and_wake(rollout)
     print(json.dumps({key: outcome[key] for key in ("rollout", "floor_s", "single", "sleep")}), flush=True)
     return outcome
@@ -156,10 +168,11 @@ def start_engine(arguments: argparse.Namespace, model: ModelConfig, placement: P
     settings = config(
         name=name,
         max_tokens=RESPONSE_TOKENS,
-        max_model_len=2 * (PROMPT_TOKENS + RESPONSE_TOKENS),
+        max_model_len=2 * (arguments.prompt + RESPONSE_TOKENS),
         max_num_seqs=NUM_REQUESTS,
         gpu_memory_utilization=arguments.memory,
         quantization=arguments.quantization,
+        kv_cache_dtype=arguments.cache,
         engine_options=OPTIONS[arguments.case],
         **({"compile": True} if arguments.case == "vllm-compiled" else {}),
     )
@@ -176,14 +189,14 @@ def start_engine(arguments: argparse.Namespace, model: ModelConfig, placement: P
     return rollout
 
 
-def requests(model: ModelConfig, count: int, response: int, seed: int) -> list[GenerationRequest]:
-    """Random prompts; every response has `response` tokens."""
+def requests(model: ModelConfig, count: int, prompt: int, response: int, seed: int) -> list[GenerationRequest]:
+    """Random prompts of `prompt` tokens; every response has `response`."""
     generator = random.Random(seed)
     vocabulary = read_config(Path(model.path))["vocab_size"]
     sampling = SamplingParams(max_tokens=response, min_tokens=response)
     return [
         GenerationRequest(
-            input=ModelInput(tuple(generator.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS))),
+            input=ModelInput(tuple(generator.randrange(3, vocabulary) for _ in range(prompt))),
             sampling=sampling,
             seed=seed * count + index,
         )
@@ -206,38 +219,40 @@ def timed(rollout: RolloutGroup, batch: list[GenerationRequest]) -> float:
     return seconds
 
 
-def sample(rollout: RolloutGroup, model: ModelConfig) -> dict[str, Any]:
+def sample(rollout: RolloutGroup, model: ModelConfig, prompt: int) -> dict[str, Any]:
     """Tokens per second of the whole batch, prefill and all."""
-    seconds = [timed(rollout, requests(model, NUM_REQUESTS, RESPONSE_TOKENS, seed)) for seed in range(REPEATS + 1)]
+    batches = (requests(model, NUM_REQUESTS, prompt, RESPONSE_TOKENS, seed) for seed in range(REPEATS + 1))
+    seconds = [timed(rollout, batch) for batch in batches]
     median = statistics.median(seconds[1:])
     tokens = NUM_REQUESTS * RESPONSE_TOKENS
     return {"warmup_s": seconds[0], "all_s": seconds[1:], "median_s": median, "tokens_per_s": tokens / median}
 
 
-def single(rollout: RolloutGroup, model: ModelConfig) -> dict[str, float]:
+def single(rollout: RolloutGroup, model: ModelConfig, prompt: int) -> dict[str, float]:
     """Milliseconds of a decode step of one request alone: a response of RESPONSE_TOKENS less one of 1 token."""
     long, short = (
-        statistics.median(timed(rollout, requests(model, 1, length, 100 + seed)) for seed in range(REPEATS))
+        statistics.median(timed(rollout, requests(model, 1, prompt, length, 100 + seed)) for seed in range(REPEATS))
         for length in (RESPONSE_TOKENS, 1)
     )
     return {"step_ms": (long - short) / (RESPONSE_TOKENS - 1) * 1e3, "first_token_ms": short * 1e3}
 
 
-def floor_s(model: ModelConfig, speeds: LinkSpeeds, tflops: float, *, quantized: bool) -> dict[str, float]:
+def floor_s(arguments: argparse.Namespace, folder: Path, speeds: LinkSpeeds, tflops: float) -> dict[str, float]:
     """Seconds below which the batch cannot come: the prompts' matrix products at the speed of one in bfloat16, then for
     each token the weights and all keys and values read once, at the speed of a copy, which reads and writes."""
-    folder = Path(model.path)
     family = load_family(folder)
     shape = family.architecture(read_config(folder))
     numbers = {name: torch.Size(size).numel() for name, size in family.tensors(shape).items()}
     # The output layer is read in every step; a row for each token of the embedding is next to nothing.
     weights = sum(count for name, count in numbers.items() if shape.tie_embeddings or "embed_tokens" not in name)
     layers = sum(count for name, count in numbers.items() if ".layers." in name)
-    weight_bytes = 2 * weights - (layers if quantized else 0)
-    token_bytes = 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    weight_bytes = 2 * weights - (layers if arguments.quantization is not EngineFormat.NONE else 0)
+    token_bytes = (
+        2 * (2 if arguments.cache is CacheFormat.AUTO else 1) * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    )
     reads = 2 * speeds.device * 1e9
-    prefill = 2 * layers * NUM_REQUESTS * PROMPT_TOKENS / (tflops * 1e12)
-    steps = range(PROMPT_TOKENS, PROMPT_TOKENS + RESPONSE_TOKENS)
+    prefill = 2 * layers * NUM_REQUESTS * arguments.prompt / (tflops * 1e12)
+    steps = range(arguments.prompt, arguments.prompt + RESPONSE_TOKENS)
     decode = sum(weight_bytes + NUM_REQUESTS * length * token_bytes for length in steps) / reads
     total = prefill + decode
     return {

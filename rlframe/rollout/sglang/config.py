@@ -112,13 +112,14 @@ class SglangConfig(ServedConfig):
                 got=self.engine_format,
                 why="SGLang repacks weights in FP8 there, so that they cannot be written in place",
             )
-        if self.cache_format is not CacheFormat.AUTO:
+        if self.cache_format is not CacheFormat.AUTO and (architecture.latent or not cuda):
             yield Fault(
                 "rollout.kv_cache_dtype",
-                "must be auto with rollout.name=sglang",
+                f"must be auto for {architecture.model_type} with rollout.name=sglang" + ("" if cuda else " on a CPU"),
                 got=self.cache_format,
-                why="rlframe has it for vLLM only, so far",
-                hint="or use rollout=vllm",
+                why="SGLang would choose other kernels for latent attention, which nobody has compared"
+                if cuda
+                else "it has kernels for it on GPUs only",
             )
 
     def faults(self, architecture: Architecture) -> Iterator[Fault]:

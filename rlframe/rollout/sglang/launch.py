@@ -19,6 +19,7 @@ import torch
 
 from rlframe.models.families.base import Architecture
 from rlframe.models.remote_code import runs_config
+from rlframe.rollout.base.config import CacheFormat
 from rlframe.rollout.base.routes import Routers
 from rlframe.rollout.served.cache import CPU_CACHE_BYTES, token_bytes
 from rlframe.rollout.served.plain import overrides_of
@@ -37,6 +38,8 @@ FREE_FRACTION = 0.9
 and the cache may take at most."""
 ROOM = 8
 """Number of positions that SGLang reserves: a sequence must be shorter than its context length by 1 to 6 tokens."""
+CACHES = {CacheFormat.AUTO: "auto", CacheFormat.FP8: "fp8_e4m3"}
+"""SGLang's names of number formats of the key-value cache."""
 CLOSE_S = 10.0
 """Seconds that the process may take to end after the connection is closed."""
 
@@ -91,6 +94,7 @@ def engine_arguments(
         "disable_cuda_graph": config.enforce_eager or not cuda,
         "disable_radix_cache": not config.enable_prefix_caching,
         "grammar_backend": "none",
+        "kv_cache_dtype": CACHES[config.cache_format],
         # The other backends assert that no request has a seed.
         "sampling_backend": "pytorch",
         "model_loader_extra_config": json.dumps({"rlframe": loader_settings(config, random_seed, stop_tokens)}),
@@ -109,7 +113,8 @@ def engine_arguments(
     else:
         options |= {"device": "cpu", "attention_backend": "torch_native"}
     if cache_bytes := config.cache_bytes or (None if cuda else CPU_CACHE_BYTES):
-        tokens = int(cache_bytes / token_bytes(architecture, tp=config.tp, itemsize=dtype.itemsize))
+        itemsize = dtype.itemsize if config.cache_format is CacheFormat.AUTO else 1
+        tokens = int(cache_bytes / token_bytes(architecture, tp=config.tp, itemsize=itemsize))
         options |= {"max_total_tokens": max(tokens, max_length + ROOM)}
     options |= config.engine_options
     if changed := overrides(folder, config):
@@ -119,7 +124,12 @@ def engine_arguments(
 
 def loader_settings(config: SglangConfig, random_seed: int | None, stop_tokens: list[int]) -> dict[str, Any]:
     """Returns settings of `worker.RecordingLoader` and of the sampler."""
-    return {"random_seed": random_seed, "stop_tokens": stop_tokens, "engine_format": config.quantization.value}
+    return {
+        "random_seed": random_seed,
+        "stop_tokens": stop_tokens,
+        "engine_format": config.engine_format.value,
+        "cache_format": config.cache_format.value,
+    }
 
 
 def overrides(folder: Path, config: SglangConfig) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor
 
 from rlframe.models.quantized.blocks import EngineFormat
+from rlframe.rollout.base.config import CacheFormat
 from rlframe.rollout.served.quantized import formats, shapes
 from rlframe.rollout.served.recording import (
     LoadNotes,
@@ -38,7 +39,7 @@ from rlframe.rollout.served.recording import (
     record_model,
 )
 from rlframe.rollout.served.weights import FirstWeights
-from rlframe.rollout.sglang import epochs
+from rlframe.rollout.sglang import cache, epochs
 from rlframe.rollout.sglang import sampler as sglang_sampler
 from rlframe.rollout.sglang.border import SCHEDULER_CALL, SchedulerRank
 from rlframe.rollout.sglang.layout import tie
@@ -92,7 +93,7 @@ class RecordingLoader(DefaultModelLoader):
     quantised ones stand for, on the same path.
 
     `model_loader_extra_config` holds under `SETTINGS` a `random_seed` or null: the weights are then those of
-    `models.random_init`; and `engine_format`, in which matrices are held.
+    `models.random_init`; `engine_format`, in which matrices are held; and `cache_format`, that of keys and values.
     """
 
     def __init__(self, load_config: Any):
@@ -102,6 +103,7 @@ class RecordingLoader(DefaultModelLoader):
         settings = extra.pop(SETTINGS)
         self._random_seed: int | None = settings["random_seed"]
         self._format = EngineFormat(settings["engine_format"])
+        self._cache_format = CacheFormat(settings["cache_format"])
         load_config.model_loader_extra_config = extra
         super().__init__(load_config)
         self._tensors: dict[str, tuple[int, ...]] = {}
@@ -139,6 +141,8 @@ class RecordingLoader(DefaultModelLoader):
         """Records the layout, then loads the weights."""
         tie(model, self._hf_config)
         write_cache_apart(model)
+        if self._cache_format is not CacheFormat.AUTO:
+            cache.saturate(model, torch.device(target_device))
         self._places = places(dict(model.named_parameters()))
         started = time.perf_counter()
         dtypes = formats(self._tensors, self._dtype) if self._format is not EngineFormat.NONE else None

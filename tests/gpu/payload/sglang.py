@@ -14,8 +14,8 @@ SGLang compiles further kernels there when it first needs them, with the machine
 
     mkdir -p ~/.cache/tvm-ffi && tar xJf ~/sglang/kernels -C ~/.cache/tvm-ffi
 
-Left out are the kernels of FlashAttention 3 for float16 and float8, and of those for keys that are not as wide as
-values (multi-head latent attention) one of two copies.
+Left out are the kernels of FlashAttention 3 for float16, and of those for keys that are not as wide as values
+(multi-head latent attention) one of two copies.
 """
 
 import argparse
@@ -58,7 +58,7 @@ SKIP = (
     "torch_memory_saver_hook_mode_torch.abi3.so",
     "torch_memory_saver_hook_mode_torch_cu12",
 )
-KEPT, DROPPED = b"10bfloat16_tEf", (b"6half_tEf", b"12float_e4m3_tEf")
+KEPT, DROPPED = (b"10bfloat16_tEf", b"12float_e4m3_tEf"), b"6half_tEf"
 """The types of queries and keys in the names of FlashAttention's kernels."""
 SIZE_AT = 8
 """Where the header of an image has the bytes of its code."""
@@ -80,7 +80,7 @@ def main() -> None:
     def slim(library: Path, architecture: int) -> int:
         dropped = architectures(library, architecture)
         if library.name.startswith("flash_ops"):
-            dropped += only_bfloat16(library, architecture, tool.FATBIN)
+            dropped += without_float16(library, architecture, tool.FATBIN)
         return dropped
 
     tool.SKIP, tool.slim = SKIP, slim
@@ -96,8 +96,8 @@ def main() -> None:
         print(f"{packed}: {len(libraries)} kernels")
 
 
-def only_bfloat16(library: Path, architecture: int, magic: bytes) -> int:
-    """Puts the smallest image in the place of those whose kernels are of other types, and returns the bytes dropped.
+def without_float16(library: Path, architecture: int, magic: bytes) -> int:
+    """Puts the smallest image in the place of those whose kernels are for float16 alone, and returns the bytes dropped.
 
     An image that the CUDA driver reads stays where there was one, without the kernels that are not called.
     """
@@ -105,8 +105,8 @@ def only_bfloat16(library: Path, architecture: int, magic: bytes) -> int:
     kept, dropped = [], []
     for arch, flags, start, data, end in images_of(content, magic):
         if arch == architecture:
-            other = any(content.find(name, data, end) >= 0 for name in DROPPED)
-            leaves = flags & COMPRESSED or (other and content.find(KEPT, data, end) < 0)
+            stays = any(content.find(name, data, end) >= 0 for name in KEPT)
+            leaves = flags & COMPRESSED or (content.find(DROPPED, data, end) >= 0 and not stays)
             (dropped if leaves else kept).append((start, data, end))
     start, data, end = min(kept, key=lambda each: each[2] - each[0])
     header, smallest = content[start:data], content[data:end]

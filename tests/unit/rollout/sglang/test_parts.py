@@ -12,8 +12,9 @@ import torch
 
 from rlframe import models
 from rlframe.models.families.base import Architecture
+from rlframe.rollout.base.config import CacheFormat
 from rlframe.rollout.base.sampling import draw, keep_likely, uniforms
-from rlframe.rollout.sglang import epochs
+from rlframe.rollout.sglang import cache, epochs
 from rlframe.rollout.sglang.answers import serve
 from rlframe.rollout.sglang.config import OWN_OPTIONS, REFUSED_OPTIONS, SglangConfig
 from rlframe.rollout.sglang.launch import engine_arguments
@@ -129,6 +130,22 @@ def test_a_cache_of_a_given_size_holds_as_many_tokens_on_any_device():
     assert arguments_of(torch.bfloat16, cuda=True, tp=2, kv_cache_gb=0.1)["max_total_tokens"] == 390_625
     assert arguments_of(torch.bfloat16, cuda=False, kv_cache_gb=0.1)["max_total_tokens"] == 195_312
     assert not arguments_of(torch.bfloat16, cuda=True, sleep_level=0)["enable_memory_saver"]
+    eight = arguments_of(torch.bfloat16, cuda=True, kv_cache_gb=0.1, kv_cache_dtype=CacheFormat.FP8)
+    assert (eight["kv_cache_dtype"], eight["max_total_tokens"]) == ("fp8_e4m3", 390_625)
+    assert arguments_of(torch.bfloat16, cuda=True)["kv_cache_dtype"] == "auto"
+
+
+def test_attention_takes_no_numbers_that_a_cache_in_8_bits_has_not():
+    layer = torch.nn.Identity()
+    layer.register_forward_pre_hook(cache.within_limit)
+    layer.forward = lambda *arguments, **named: (arguments, named)  # type: ignore[method-assign]
+    far = torch.tensor([-1e4, -448.0, -0.3, 447.0, 3e38, torch.inf], dtype=torch.bfloat16)
+    (queries, keys, values, batch), named = layer(far, far.view(2, 3), -far, "batch", save_kv_cache=False)
+    held = torch.tensor([-448.0, -448.0, -0.3, 447.0, 448.0, 448.0]).bfloat16()
+    assert torch.equal(queries, held) and torch.equal(keys, held.view(2, 3)) and torch.equal(values, -held)
+    assert (batch, named) == ("batch", {"save_kv_cache": False})
+    # A layer that reads the keys and values of another.
+    assert layer(far, None, None, "batch")[0][1:] == (None, None, "batch")
 
 
 def test_experts_are_shared_out_over_all_ranks_or_none():

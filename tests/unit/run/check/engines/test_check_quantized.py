@@ -51,8 +51,8 @@ def refusal(overrides: list[str]) -> str:
             f"{KEY} must be none for qwen3_moe on a CPU with rollout.name=sglang, got fp8_block: SGLang repacks",
         ),
         (
-            ["rollout=sglang", "rollout.kv_cache_dtype=fp8"],
-            "rollout.kv_cache_dtype must be auto with rollout.name=sglang, got fp8: rlframe has it for vLLM only",
+            ["rollout=sglang", "rollout.kv_cache_dtype=fp8", "cluster.device=cpu"],
+            "rollout.kv_cache_dtype must be auto for qwen3_moe with rollout.name=sglang on a CPU, got fp8: it",
         ),
         (["rollout.engine_options.quantization=fp8"], "engine_options must not hold quantization"),
     ],
@@ -75,6 +75,8 @@ def test_sizes_and_models_that_are_not_whole_blocks_are_refused(tmp_path: Path) 
     assert f"{KEY} must be none for deepseek_v3" in words and "does not know whether engines quantise" in words
     words = refusal([*CACHE, f"model.path={tmp_path}"])
     assert "rollout.kv_cache_dtype must be auto for deepseek_v3, got fp8" in words
+    words = refusal([*CACHE, "rollout=sglang", "cluster.device=cuda", f"model.path={tmp_path}"])
+    assert "rollout.kv_cache_dtype must be auto for deepseek_v3 with rollout.name=sglang, got fp8" in words
 
 
 def test_a_cache_in_8_bits_needs_activations_in_16() -> None:

@@ -48,7 +48,7 @@ from rlframe.weight_sync.plan.planner import LinkSpeeds
 
 NUM_REQUESTS, RESPONSE_TOKENS = 256, 512
 REPEATS = 3
-"""Timed batches, after one that warms up."""
+"""Timed batches, unless `--repeats` says how many, after one that warms up; and requests alone."""
 SIZES = [1, 2, 4, *range(8, NUM_REQUESTS + 1, 8)]
 """Batches for which decoding has a CUDA graph."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument(
         "--prompt", type=int, default=512, help="tokens of a prompt; other results have it in their name"
     )
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="timed batches")
     parser.add_argument("--syncs", nargs="+", default=["cuda_ipc"], help="transports of weight sync, in turn")
     parser.add_argument("--output", type=Path, default=Path("engines.json"))
     parser.add_argument("--logs", type=Path, default=None, help="folder for the workers' logs")
@@ -153,7 +154,8 @@ def run(
             rollout.call(DestinationRank.close)
             sources.stop()
         print(json.dumps(outcome["syncs"][-1]), flush=True)
-    outcome["rollout"] = sample(rollout, model, arguments.prompt)
+    print(f"after {time.perf_counter() - begun:.0f} s: batches", flush=True)
+    outcome["rollout"] = sample(rollout, model, arguments.prompt, arguments.repeats)
     outcome["floor_s"] = floor_s(arguments, Path(model.path), speeds, tflops)
     outcome["single"] = single(rollout, model, arguments.prompt)
     outcome["sleep"] = sleep_and_wake(rollout)
@@ -219,9 +221,9 @@ def timed(rollout: RolloutGroup, batch: list[GenerationRequest]) -> float:
     return seconds
 
 
-def sample(rollout: RolloutGroup, model: ModelConfig, prompt: int) -> dict[str, Any]:
+def sample(rollout: RolloutGroup, model: ModelConfig, prompt: int, repeats: int) -> dict[str, Any]:
     """Tokens per second of the whole batch, prefill and all."""
-    batches = (requests(model, NUM_REQUESTS, prompt, RESPONSE_TOKENS, seed) for seed in range(REPEATS + 1))
+    batches = (requests(model, NUM_REQUESTS, prompt, RESPONSE_TOKENS, seed) for seed in range(repeats + 1))
     seconds = [timed(rollout, batch) for batch in batches]
     median = statistics.median(seconds[1:])
     tokens = NUM_REQUESTS * RESPONSE_TOKENS

@@ -28,7 +28,9 @@ overlay)
     if [ -d .gpu/over ]; then tar xJf .gpu/over/part0 -C ~/overlay; fi
     if [ -d .gpu/peers ]; then cat .gpu/peers/*/part* | xz -dc -T8 | tar x -C ~/peers_site; fi
     if [ -d ~/sglang ]; then
-        setsid nohup bash -c 'cat ~/sglang/part* | xz -dc -T8 | tar x -C ~/sglang_site' > ~/sglang.log 2>&1 < /dev/null &
+        setsid nohup bash -c 'cat ~/sglang/part* | xz -dc -T8 | tar x -C ~/sglang_site
+            python3 -m compileall -q -j 16 ~/sglang_site || true
+            touch ~/sglang.done' > ~/sglang.log 2>&1 < /dev/null &
     fi
     ;;
 memory)
@@ -37,7 +39,7 @@ memory)
     grep -E "MemTotal|MemFree" /proc/meminfo
     ;;
 queue)
-    while [ ! -e ~/site.done ]; do sleep 1; done
+    while [ ! -e ~/site.done ] || { [ -d ~/sglang ] && [ ! -e ~/sglang.done ]; }; do sleep 1; done
     rm -rf ~/repo
     cp -r . ~/repo
     cd ~/repo

@@ -32,10 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"moe_intermediate_size": 128},
     "gemma3": {"sliding_window": 32, "query_pre_attn_scalar": 64},
-    "gpt_oss": {"sliding_window": 32, "intermediate_size": 128},
-    "qwen3_next": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
-                   "linear_key_head_dim": 64, "linear_value_head_dim": 64},
-}  # fmt: skip
+}
 GRAPHS = {
     "vllm": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8]}},
     "sglang": {"cuda_graph_bs_decode": [8], "disable_prefill_cuda_graph": True},

@@ -112,14 +112,20 @@ class SglangConfig(ServedConfig):
                 got=self.engine_format,
                 why="SGLang repacks weights in FP8 there, so that they cannot be written in place",
             )
-        if self.cache_format is not CacheFormat.AUTO and (architecture.latent or not cuda):
+        if self.cache_format is CacheFormat.AUTO:
+            return
+        key, model = "rollout.kv_cache_dtype", architecture.model_type
+        if not cuda:
+            rule = f"must be auto for {model} on a CPU with rollout.name=sglang"
+            yield Fault(key, rule, got=self.cache_format, why="SGLang has kernels for it on GPUs only")
+        elif architecture.latent or architecture.sinks or architecture.gated_delta_net:
+            why = "nobody has compared it there with latent attention, sinks or gated delta nets"
             yield Fault(
-                "rollout.kv_cache_dtype",
-                f"must be auto for {architecture.model_type} with rollout.name=sglang" + ("" if cuda else " on a CPU"),
+                key,
+                f"must be auto for {model} with rollout.name=sglang",
                 got=self.cache_format,
-                why="SGLang would choose other kernels for latent attention, which nobody has compared"
-                if cuda
-                else "it has kernels for it on GPUs only",
+                why=why,
+                hint="or use rollout=vllm",
             )
 
     def faults(self, architecture: Architecture) -> Iterator[Fault]:

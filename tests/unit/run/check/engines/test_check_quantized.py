@@ -52,7 +52,7 @@ def refusal(overrides: list[str]) -> str:
         ),
         (
             ["rollout=sglang", "rollout.kv_cache_dtype=fp8", "cluster.device=cpu"],
-            "rollout.kv_cache_dtype must be auto for qwen3_moe with rollout.name=sglang on a CPU, got fp8: it",
+            "rollout.kv_cache_dtype must be auto for qwen3_moe on a CPU with rollout.name=sglang, got fp8: SGLang has",
         ),
         (["rollout.engine_options.quantization=fp8"], "engine_options must not hold quantization"),
     ],
@@ -75,8 +75,10 @@ def test_sizes_and_models_that_are_not_whole_blocks_are_refused(tmp_path: Path) 
     assert f"{KEY} must be none for deepseek_v3" in words and "does not know whether engines quantise" in words
     words = refusal([*CACHE, f"model.path={tmp_path}"])
     assert "rollout.kv_cache_dtype must be auto for deepseek_v3, got fp8" in words
-    words = refusal([*CACHE, "rollout=sglang", "cluster.device=cuda", f"model.path={tmp_path}"])
-    assert "rollout.kv_cache_dtype must be auto for deepseek_v3 with rollout.name=sglang, got fp8" in words
+    for name in ("deepseek_v3", "gpt_oss", "qwen3_next"):
+        make_with_tokenizer(name, tmp_path / name)
+        words = refusal([*CACHE, "rollout=sglang", "cluster.device=cuda", f"model.path={tmp_path / name}"])
+        assert f"rollout.kv_cache_dtype must be auto for {name} with rollout.name=sglang, got fp8" in words
 
 
 def test_a_cache_in_8_bits_needs_activations_in_16() -> None:

@@ -41,7 +41,8 @@ class EnvironmentConfig:
     max_retries: Annotated[int, Range(0, 1000)] = 2
     """Greatest number of times that one attempt begins again."""
     workers: Annotated[int, Range(1, 1024)] = 2
-    """Number of processes that sessions share."""
+    """Number of processes that sessions share. At most four times as many have a single session, under which several
+    shared ones have ended."""
     step_timeout_s: Seconds = 60.0
     """Seconds that an environment may take to begin a session, or to answer one turn."""
     memory_gb: Annotated[float, Range(0.25, 100_000)] = 8.0

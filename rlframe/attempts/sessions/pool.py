@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rlframe.attempts.sessions.calls import Call, CannotStart, Close, Look, Opening, Reset, Run, SessionFailed, Setup
+from rlframe.attempts.sessions.calls import (
+    Call,
+    CannotStart,
+    Close,
+    Look,
+    Opening,
+    Reset,
+    Run,
+    SessionFailed,
+    Setup,
+    Trouble,
+)
 from rlframe.attempts.sessions.process import Process
 from rlframe.environments.base import Endpoint, Step, Turn
 from rlframe.types.prompt import Prompt
@@ -16,6 +27,9 @@ from rlframe.utils.errors import RlframeError
 logger = logging.getLogger(__name__)
 MOST_PRINTED_LINES, MOST_PRINTED_CHARACTERS = 20, 200
 """Limits of what is passed on of what sessions print: the last lines of each process, truncated."""
+LONE_PER_WORKER = 4
+"""Greatest number of processes of one session each, for each of `environment.workers`. They take 170 MB and more: when
+every session of a step had one, 130 of them took all memory of a machine of 24 GB."""
 FAILED_STARTS = 3
 """Number of processes in a row that must fail to start before none can."""
 
@@ -32,6 +46,8 @@ class SessionPool:
         self._closed = False
         self._single: set[Process] = set()
         """Processes of one session each."""
+        self._places = asyncio.Semaphore(LONE_PER_WORKER * setup.environment.workers)
+        """How many more there may be."""
         self._processes = [self._start() for _ in range(setup.environment.workers)]
 
     async def open(self, prompt: Prompt, *, seed: int, alone: bool = False) -> "Session":
@@ -39,10 +55,10 @@ class SessionPool:
 
         Args:
             alone: whether it gets a process of its own, because several processes have ended under it and nobody knows
-                on whose account.
+                on whose account. It waits while there are too many of these.
 
         Raises:
-            SessionFailed: the environment failed.
+            SessionFailed: the environment failed, or the pool was closed.
             RlframeError: processes cannot be started.
         """
         session = await self._begun(alone=alone)
@@ -70,7 +86,7 @@ class SessionPool:
         """Returns a session of a process that can be used. It counts there while the process starts, because all who
         come meanwhile would choose the same one."""
         while True:
-            process = self._one_more() if alone else min(self._processes, key=lambda each: len(each.sessions))
+            process = await self._one_more() if alone else min(self._processes, key=lambda each: len(each.sessions))
             session = Session(process, next(self._numbers), alone=alone)
             try:
                 await process.ready()
@@ -88,11 +104,23 @@ class SessionPool:
             self._failed_starts.clear()
             return session
 
-    def _one_more(self) -> Process:
-        """Starts a process for one session."""
-        process = Process(self._setup, ended=self._single.discard)
+    async def _one_more(self) -> Process:
+        """Starts a process for one session, once there is a place for it.
+
+        Raises:
+            SessionFailed: the pool was closed.
+        """
+        await self._places.acquire()
+        if self._closed:
+            self._places.release()
+            raise SessionFailed(Trouble.DIED, "its process was ended")
+        process = Process(self._setup, ended=self._leave_place)
         self._single.add(process)
         return process
+
+    def _leave_place(self, process: Process) -> None:
+        self._single.discard(process)
+        self._places.release()
 
     def _start(self) -> Process:
         return Process(self._setup, ended=self._replace)

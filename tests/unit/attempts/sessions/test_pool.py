@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rlframe.attempts.sessions.calls import CannotStart, SessionFailed, Setup, Trouble
-from rlframe.attempts.sessions.pool import SessionPool, try_start
+from rlframe.attempts.sessions.pool import LONE_PER_WORKER, SessionPool, try_start
 from rlframe.cluster.watch.sight import State, process_state
 from rlframe.environments.base import Turn
 from rlframe.environments.config import EnvironmentConfig
@@ -220,6 +220,37 @@ def test_a_process_that_does_not_start_counts_once_however_many_wait_for_it(tmp_
     assert asyncio.run(run(tmp_path / "two", 2)) == [4]
     with pytest.raises(RlframeError, match="cannot start: .*not yet"):
         asyncio.run(run(tmp_path / "three", 3))
+
+
+def test_sessions_alone_have_a_limited_number_of_processes() -> None:
+    async def most() -> int:
+        pool, found = SessionPool(setup()), []
+
+        async def attempt() -> None:
+            session = await pool.open(prompt(GOOD), seed=0, alone=True)
+            found.append(len(pool._single))
+            await session.close()
+
+        try:
+            await asyncio.gather(*(attempt() for _ in range(LONE_PER_WORKER + 3)))
+        finally:
+            pool.close()
+        return max(found)
+
+    assert asyncio.run(most()) == LONE_PER_WORKER
+
+
+def test_who_waits_for_a_process_of_its_own_learns_that_the_pool_has_ended() -> None:
+    async def opened() -> list[Any]:
+        pool = SessionPool(setup())
+        opening = [pool.open(prompt(GOOD), seed=0, alone=True) for _ in range(LONE_PER_WORKER + 2)]
+        found = asyncio.gather(*opening, return_exceptions=True)
+        await asyncio.sleep(0)
+        pool.close()
+        return [*await found, len(pool._single)]
+
+    *failures, left = asyncio.run(opened())
+    assert left == 0 and all(isinstance(each, RlframeError | SessionFailed) for each in failures)
 
 
 def test_a_session_alone_that_is_given_up_while_its_process_starts_takes_that_along() -> None:

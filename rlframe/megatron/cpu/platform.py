@@ -61,6 +61,10 @@ def install(device: torch.device) -> None:
     # Megatron decorates functions with it that are not fused on a CPU. Importing the compiler for them would take as
     # long as all else that a rank imports.
     torch.compile = uncompiled
+    with torch.device("cpu"):
+        # torch notes its factories at the first call in such a block, and would take the wrappers below for them: their
+        # tensors would not lie on the device of later blocks.
+        torch.empty(0)
     for name in FOR_CUDA:
         # Its import then raises an ImportError, and Megatron uses torch's.
         sys.modules[name] = None

@@ -118,6 +118,17 @@ def gather_unequal_parts(rank: int, init_method: str) -> tuple[str, list[Any]]:
     return refusal, [part.tolist() for part in parts]
 
 
+def made_under_a_context(rank: int, init_method: str) -> list[str]:
+    """The devices of tensors that a rank's factories make inside a `with` block of a device."""
+    with torch.device("meta"):
+        return [str(made.device) for made in (torch.tensor([1.0]), torch.zeros(2), torch.ones(2))]
+
+
+def test_factories_make_tensors_on_the_device_of_a_with_block() -> None:
+    # transformers loads models inside one, and rotary embeddings stayed uninitialised memory.
+    assert run_distributed(made_under_a_context, 1) == [["meta"] * 3]
+
+
 def test_all_groups_of_a_rank_share_one_thread_of_gloo_and_keep_their_limits() -> None:
     for threads, sums, limit in run_distributed(sum_in_groups, 2):
         assert threads == 1

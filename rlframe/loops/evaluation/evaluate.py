@@ -11,7 +11,7 @@ from rlframe.attempts.fleet import Attempts
 from rlframe.attempts.turns import Task
 from rlframe.loops.config import HELD_OUT
 from rlframe.loops.evaluation.sets import Evaluated, EvaluationSet, scored_attempts
-from rlframe.loops.reporting.metrics import mean_of, part_means, scored
+from rlframe.loops.reporting.metrics import mean_of, part_means, scored, trouble_fractions
 from rlframe.loops.sampling.scoring import Scorer, score_attempts
 from rlframe.types.rollout import Group, Rollout, attempts_in, members
 from rlframe.utils.errors import RlframeError, WeightSyncFailed
@@ -118,7 +118,11 @@ def evaluation_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         metrics |= {f"evaluation/{name}_mean/{source}": value for name, value in part_means(attempts_in(own)).items()}
     metrics["evaluation/reward_mean"] = mean_of(scored(attempts))
     metrics["evaluation/response_tokens_mean"] = mean_of([each.num_sampled_tokens for each in rollouts])
-    return metrics
+    # Failed rewards count as 0, and what a judge skips is left out: without these numbers the means would look whole.
+    last = [own[-1] for own in attempts]
+    failed = mean_of([each.reward_failed for each in last])
+    metrics |= {"evaluation/reward_failed_fraction": failed} if failed > 0 else {}
+    return metrics | {f"evaluation/{name}": value for name, value in trouble_fractions(last).items()}
 
 
 def by_source(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlframe.loops.config import HELD_OUT
-from rlframe.loops.reporting.metrics import environment_metrics, mean_of, means_by_name, part_means
+from rlframe.loops.reporting.metrics import environment_metrics, mean_of, means_by_name, part_means, trouble_fractions
 from rlframe.ops.statistics.majority import elected
 from rlframe.ops.statistics.pass_at_k import pass_at_k, sizes_up_to, standard_error
 from rlframe.types.prompt import Prompt
@@ -64,7 +64,9 @@ class Evaluated:
                     metrics |= named(f"maj_at_{k}", list(self._elected(rewards, self.answers, k)))
         metrics["response_tokens_mean"] = mean_of([each.num_sampled_tokens for each in rollouts])
         metrics["truncated_fraction"] = mean_of([each.finish_reason == "length" for each in rollouts])
-        metrics["reward_failed_fraction"] = mean_of([own[-1].reward_failed for own in attempts])
+        last = [own[-1] for own in attempts]
+        metrics["reward_failed_fraction"] = mean_of([each.reward_failed for each in last])
+        metrics |= trouble_fractions(last)
         metrics["lost_attempts"] = float(self.num_lost)
         given = {name.removeprefix("environment/"): value for name, value in environment_metrics(attempts).items()}
         # An environment may give a number that has the name of one of these, such as `reward`.

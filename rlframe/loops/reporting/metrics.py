@@ -280,17 +280,13 @@ def rollout_metrics(groups: Sequence[Group], tokens: Tokens | None = None) -> di
     rewards = list(chain.from_iterable(by_group))
     mean = mean_of(rewards)
     at_tokens = [float(given.sum()) for rollout in rollouts if (given := rollout.rewards_at_tokens) is not None]
-    troubles = Counter(pair for each in last if each.reward_troubles for pair in each.reward_troubles.items())
     return {
         "reward/mean": mean,
         "reward/std": mean_of([(reward - mean) ** 2 for reward in rewards]) ** 0.5,
         **{f"reward/{name}_mean": value for name, value in part_means(attempts).items()},
         **({"reward/at_tokens_mean": sum(at_tokens) / len(attempts)} if at_tokens else {}),
         "reward/failed_fraction": sum([each.reward_failed for each in last]) / len(attempts),
-        **{
-            f"reward/{name}_{trouble}_fraction": number / len(attempts)
-            for (name, trouble), number in sorted(troubles.items())
-        },
+        **{f"reward/{name}": value for name, value in trouble_fractions(last).items()},
         "reward/unscored_fraction": 1 - len(rewards) / len(attempts),
         "reward/flat_groups_fraction": sum([len(set(map(np.float32, own))) < 2 for own in by_group]) / len(groups),
         **response_metrics(tokens),
@@ -299,6 +295,14 @@ def rollout_metrics(groups: Sequence[Group], tokens: Tokens | None = None) -> di
         "rollout/sampled": float(len(rollouts)),
         "rollout/tokens": float(tokens.lengths.sum()),
         **environment_metrics(attempts),
+    }
+
+
+def trouble_fractions(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Returns the fraction of attempts, by their last rollouts, with each trouble that a part of the reward had."""
+    troubles = Counter(pair for each in rollouts if each.reward_troubles for pair in each.reward_troubles.items())
+    return {
+        f"{name}_{trouble}_fraction": number / len(rollouts) for (name, trouble), number in sorted(troubles.items())
     }
 
 

@@ -58,6 +58,20 @@ def test_metrics_of_several_attempts_at_each_prompt() -> None:
     assert found["truncated_fraction"] == pytest.approx(3 / 10)
 
 
+def test_attempts_on_which_a_reward_gave_no_score_are_counted_by_trouble() -> None:
+    """Of eight attempts two were judged in vain, one of them as a failure that counts as 0."""
+    groups = [group(0, [1, 0, 1, 0]), group(1, [0, 0, 0, 0])]
+    groups[0].rollouts[1].reward_troubles = {"judge": "unreachable"}
+    groups[1].rollouts[0].reward_troubles, groups[1].rollouts[0].reward_failed = {"judge": "unparsable"}, True
+    told = {"judge_unparsable_fraction": 1 / 8, "judge_unreachable_fraction": 1 / 8, "reward_failed_fraction": 1 / 8}
+    assert told.items() <= Evaluated(set=MATH, groups=groups).metrics().items()
+    held_out = metrics_of([Evaluated(set=replace(MATH, name="held_out"), groups=groups)])
+    assert {f"evaluation/{name}": value for name, value in told.items()}.items() <= held_out.items()
+    assert not [
+        name for name in metrics_of([replace(EVALUATED, set=replace(MATH, name="held_out"))]) if "fraction" in name
+    ]
+
+
 def test_numbers_of_an_environment_take_the_place_of_no_other() -> None:
     own = group(0, [1])
     own.rollouts[0].numbers = {"reward": 0.25, "match": 3.0, "tries": 2.0}

@@ -48,18 +48,19 @@ class Alerts:
         """Ends the run after the step, for the reason it is given."""
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Looks at the metrics of a step that is done."""
+        """Looks at the metrics of a step that is done. An alert that has been said ends the run all the same, such as
+        one that goes on after a resume."""
         for name, sentence in self._found(step, metrics):
-            alert = self._all[name]
-            self._say(f"warning: alert {name} at step {step}: {sentence} ({alert.page})")
+            if name not in self._said:
+                self._said.add(name)
+                self._say(f"warning: alert {name} at step {step}: {sentence} ({self._all[name].page})")
             if name in self._config.stop:
                 self.stop(f"alert {name}: {sentence}")
 
     def _found(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Yields each alert that is new, and its sentence."""
+        """Yields each alert that speaks, and its sentence."""
         for name, alert in self._all.items():
-            if (sentence := alert.look(step, metrics)) and name not in self._said:
-                self._said.add(name)
+            if sentence := alert.look(step, metrics):
                 yield name, sentence
 
     def rewind(self, file: Path) -> None:
@@ -73,4 +74,4 @@ class Alerts:
             record = json.loads(line)
             # Not an evaluation, nor a probe.
             if "time/step_s" in record:
-                list(self._found(record["step"], record))
+                self._said |= {name for name, _ in self._found(record["step"], record)}

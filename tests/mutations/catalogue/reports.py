@@ -47,12 +47,13 @@ MUTATIONS: list[Mutation] = [
     *faults(
         "rlframe/loops/alerts/watch.py",
         ALERTS,
-        ("an alert is said at each step", "and name not in self._said", ""),
+        ("an alert is said at each step", "if name not in self._said", "if name"),
         (
             "a resumed run knows nothing",
-            '                list(self._found(record["step"], record))\n',
+            '                self._said |= {name for name, _ in self._found(record["step"], record)}\n',
             "                pass\n",
         ),
+        ("a resumed run goes on though an alert does", "if name in self._config.stop", "if self._config.stop is name"),
     ),
     *faults(
         "rlframe/loops/stop.py",

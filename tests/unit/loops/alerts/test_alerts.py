@@ -251,6 +251,21 @@ def test_an_alert_that_stops_ends_the_run_as_a_failure_and_saves_nothing_that_is
     )
 
 
+def test_an_alert_that_goes_on_after_a_resume_ends_the_run_again(tmp_path: Path) -> None:
+    """It has been said, and nothing of it is better."""
+    told: list[str] = []
+    config = AlertsConfig(stop=["truncated"], truncated=rules.TruncatedConfig(steps=2))
+    for done_steps, steps in ((None, (1, 2)), (2, (3,))):
+        log = log_of(tmp_path, config, done_steps=done_steps)
+        assert log.alerts
+        log.alerts.stop = told.append
+        for step in steps:
+            log.log(step, {"rollout/truncated_fraction": 0.75, "time/step_s": 1.0})
+        log.close()
+    assert [reason[:16] for reason in told] == ["alert truncated:"] * 2
+    assert len(warned(tmp_path)) == 1
+
+
 def test_an_alert_of_ones_own_is_one_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(OWN)
@@ -264,7 +279,7 @@ def test_an_alert_of_ones_own_is_one_file(tmp_path: Path) -> None:
     assert said == [
         "warning: alert unformatted at step 2: reward/format_mean is 0.4, below 0.5 (docs/metrics.md#alerts)"
     ]
-    assert stopped == ["alert unformatted: reward/format_mean is 0.4, below 0.5"]
+    assert stopped[0] == "alert unformatted: reward/format_mean is 0.4, below 0.5"
     own["unformatted"].options = {"lest": 0.5}
     with pytest.raises(ConfigError, match=r"alerts\.own\.unformatted\.options\.lest is not a key; did you mean"):
         Alerts(AlertsConfig(own=own), said.append)

@@ -2,7 +2,8 @@
 
 from rlframe.data.config import DataConfig
 from rlframe.data.sets import settings_of
-from rlframe.loops.config import EvaluationSetConfig
+from rlframe.loops.config import HELD_OUT, EvaluationSetConfig
+from rlframe.rewards.config import Per
 from rlframe.run.config import RunConfig
 from rlframe.types.rollout import SamplingParams
 
@@ -29,3 +30,26 @@ def greedy(config: RunConfig) -> SamplingParams:
 def sampling_of(config: RunConfig, each: EvaluationSetConfig) -> SamplingParams:
     """Returns the sampling parameters of a set."""
     return each.sampling(max_tokens=greedy(config).max_tokens, stop=config.rollout.stop)
+
+
+def comparing(config: RunConfig) -> list[str]:
+    """Returns the names of the judges that compare the attempts at a prompt. One attempt alone gets no score of
+    theirs."""
+    return [name for name, part in config.reward.parts.items() if part.name == "judge" and part.per is Per.GROUP]
+
+
+def alone(config: RunConfig) -> list[str]:
+    """Returns the names of the sets whose prompts have one attempt each."""
+    sets = [name for name, each in config.evaluation.sets.items() if each.samples_per_prompt == 1]
+    return [HELD_OUT] * config.data.holds_out + sets
+
+
+def caution(config: RunConfig) -> str:
+    """Returns a warning about evaluations in which a judge has no say. Empty if there are none."""
+    judges, sets = comparing(config), alone(config)
+    if not judges or not sets:
+        return ""
+    return (
+        f"reward.parts.{judges[0]} compares the attempts at a prompt (per=group), and has no say in evaluations with "
+        f"one attempt at each: {', '.join(sets)}; judge with per=attempt what they should measure"
+    )

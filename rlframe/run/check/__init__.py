@@ -285,7 +285,7 @@ TOPICS = {
     loop.reference: {"algorithm", "train", "steps"},
     loop.distillation: {"algorithm", "rollout"},
     loop.checkpoint: {"checkpoint", "algorithm", "output", "mode", "train"},
-    loop.best_metric: {"checkpoint", "data", "evaluation", "algorithm", "rollout"},
+    loop.best_metric: {"checkpoint", "data", "evaluation", "algorithm", "rollout", "reward", "judge", "environment"},
     replay.faults: {
         *("model", "rollout", "algorithm", "environment", "train", "checkpoint", "prompts_per_step", "steps", "output"),
     },

@@ -7,11 +7,13 @@ from pathlib import Path
 from rlframe.attempts.sessions.calls import CannotStart, Setup
 from rlframe.attempts.sessions.pool import try_start
 from rlframe.environments.base import find_environment, rewards
+from rlframe.loops.config import HELD_OUT
 from rlframe.loops.saving.manifest import named_checkpoints
 from rlframe.megatron.config.mtp import MtpMode, in_head
 from rlframe.rollout.base.config import OversampleRest
 from rlframe.run.check.context import algorithm_of, evaluates, online, samples
 from rlframe.run.config import RunConfig
+from rlframe.run.evaluation import alone, comparing
 from rlframe.types.results import Output
 from rlframe.utils import outside
 from rlframe.utils.errors import CheckpointError, ConfigError
@@ -275,6 +277,13 @@ def best_metric(run: RunConfig) -> Iterator[Fault]:
         return
     key, (first, _, rest) = "checkpoint.best_metric", metric.removeprefix("evaluation/").partition("/")
     names = list(run.evaluation.sets)
+    where, number = (first, rest) if rest and first in names else (HELD_OUT, metric.removeprefix("evaluation/"))
+    if where in alone(run) and number.partition("/")[0] in _never_scored(run):
+        rule = (
+            f"is not measured where {where} has one attempt at each prompt, which a judge with per=group cannot compare"
+        )
+        yield Fault(key, rule, got=metric, hint="name a metric that is measured, or judge with per=attempt")
+        return
     if rest and first in names:
         return
     # `reward_mean/SOURCE` is of the held-out prompts of one dataset.
@@ -288,3 +297,11 @@ def best_metric(run: RunConfig) -> Iterator[Fault]:
             got=metric,
             hint="set data.evaluation_count, or name evaluation/SET/... of a set of evaluation.sets",
         )
+
+
+def _never_scored(run: RunConfig) -> Iterator[str]:
+    """Yields the means of rewards that an attempt alone never gets."""
+    judges = comparing(run)
+    yield from (f"{name}_mean" for name in judges)
+    if judges == run.reward_names and not rewards(run.environment):
+        yield "reward_mean"

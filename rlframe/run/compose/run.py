@@ -22,6 +22,7 @@ from rlframe.loops.restarts import Restarts
 from rlframe.loops.resuming import Resumption
 from rlframe.loops.stop import Stop
 from rlframe.megatron.driver.policy import ModelGroup
+from rlframe.run import evaluation
 from rlframe.run.compose.modes.evaluate import evaluate
 from rlframe.run.compose.modes.generate import generate
 from rlframe.run.compose.modes.self_test import self_test, without_learning
@@ -160,7 +161,7 @@ def without_training(parts: Parts, algorithm: Algorithm, stop: Stop) -> dict[str
 def cautions(parts: Parts, algorithm: Algorithm) -> Iterator[str]:
     """Yields a warning about each setting that is allowed, but likely to be a mistake."""
     yield from algorithm.cautions(parts.config.facts)
-    found = [job.caution(parts.config.checkpoint.on_signal_s)]
+    found = [job.caution(parts.config.checkpoint.on_signal_s), evaluation.caution(parts.config)]
     for group in parts.groups:
         if isinstance(group, ModelGroup):
             caution = group.setup.train.optimizer.caution(group.setup.total_optimizer_steps)

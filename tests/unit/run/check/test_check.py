@@ -10,6 +10,7 @@ import pytest
 from rlframe.config.load import composed
 from rlframe.models.hub import EMBEDDED
 from rlframe.run.check import check, checked
+from rlframe.run.evaluation import caution
 from rlframe.run.load import load
 from rlframe.utils.errors import ConfigError
 
@@ -30,6 +31,7 @@ QWEN3_MOE = {
     "rms_norm_eps": 1e-6,
 }
 ONE_UPDATE = "train.num_minibatches * train.epochs_per_batch = 1"
+DUEL = "reward.parts.duel={name: judge, per: group, options: {endpoint: {base_url: 'http://127.0.0.1:9/v1', model: m}}}"
 
 
 @pytest.fixture
@@ -407,6 +409,10 @@ def test_a_resumed_run_needs_what_it_started_from_for_reference_and_adapters_onl
         ),
         (["checkpoint.best_metric=evaluation/hard/pass_at_4", "+evaluation.sets.hard.path=arithmetic"], ""),
         (["checkpoint.best_metric=evaluation/reward_mean/arithmetic"], ""),
+        (
+            ["checkpoint.best_metric=evaluation/reward_mean", DUEL],
+            "is not measured where held_out has one attempt at each prompt, which a judge with per=group cannot",
+        ),
         (["checkpoint.best_metric=train/loss", "data.evaluation_count=0", "evaluation.every_steps=0"], ""),
     ],
 )
@@ -415,6 +421,12 @@ def test_checkpoints_are_chosen_by_a_metric_of_an_evaluation_that_there_is(
 ) -> None:
     found = faults(model, "checkpoint.keep_best=1", *overrides)
     assert len(found) == bool(why) and all(fault.startswith(f"checkpoint.best_metric {why}") for fault in found), found
+
+
+def test_evaluations_in_which_a_judge_of_pairs_has_no_say_are_warned_of() -> None:
+    sets = "evaluation.sets.hard={path: arithmetic, samples_per_prompt: 4, temperature: 1}"
+    assert "in evaluations with one attempt at each: held_out; judge" in caution(load("grpo_qwen3_moe", [DUEL, sets]))
+    assert caution(load("grpo_qwen3_moe", [sets])) == ""
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,9 @@ class Tools(Environment):
             why = f"took longer than {self._config.call_timeout_s:g} s" if limit.expired() else f"TimeoutError: {error}"
         except ToolError as error:
             why = str(error)
-        except Exception as error:  # A tool that fails is an answer that the policy reads.
+        except BaseException as error:  # A tool that fails, by sys.exit too, is an answer that the policy reads.
+            if isinstance(error, GeneratorExit) or _is_cancelled():
+                raise
             why = f"{type(error).__name__}: {error}"
         self._counts["failed_tool_calls"] += 1
         return answer_to(call, self._cut(f"Error: {why}")), end
@@ -164,6 +166,12 @@ class Tools(Environment):
         if half < 1:
             return text[:most]
         return text[:half] + LEFT_OUT.format(len(text) - 2 * half) + text[len(text) - half :]
+
+
+def _is_cancelled() -> bool:
+    """Returns whether somebody has cancelled the present task, rather than that code in it was cancelled by itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def doubled(offered: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:

@@ -55,6 +55,15 @@ def blocks(seconds: float) -> str:
     return "x" * 1000
 
 
+def leaves(how: str) -> str:
+    """Ends as programs do.
+
+    Args:
+        how: the way
+    """
+    raise {"exit": SystemExit(2), "interrupt": KeyboardInterrupt(), "cancel": asyncio.CancelledError()}[how]
+
+
 def named(name: str) -> str:
     """Says the name of a file as os.listdir does.
 
@@ -187,6 +196,13 @@ def test_what_is_no_unicode_in_an_answer_is_replaced(file: str) -> None:
     assert contents(answered) == ["a?"] and answered.calls == ["done"]
     with pytest.raises(ValueError, match=r"the content of a message must be Unicode, got 'a\\udc80'"):
         Step(messages=[{"role": "user", "content": "a\udc80"}])
+
+
+def test_a_tool_that_would_end_its_process_is_an_answer(file: str) -> None:
+    calls = [("leaves", {"how": how}) for how in ("exit", "interrupt", "cancel")]
+    _, (answered,) = session([called(*calls)], tools={"leaves": {"name": f"{file}:leaves"}})
+    assert contents(answered) == ["Error: SystemExit: 2", "Error: KeyboardInterrupt: ", "Error: CancelledError: "]
+    assert answered.calls == ["failed"] * 3
 
 
 def test_limits_of_calls_are_told(file: str) -> None:

@@ -3,10 +3,10 @@ processes."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from rlframe.utils.errors import ConfigError
 from rlframe.utils.faults import Fault
 from rlframe.utils.registry import find
 
+T = TypeVar("T")
 LARGEST_REWARD = 1e6
 """Greatest absolute value of a reward. A greater one is a mistake, and a single such number would decide a whole
 step."""
@@ -254,6 +255,15 @@ def checked(message: Any) -> Message:
     if unknown := sorted(map(str, set(message) - {"role", "content", "name", "tool_call_id"})):
         raise ValueError(f"a message must have role, content, name or tool_call_id, got also {', '.join(unknown):.80}")
     return dict(message)
+
+
+def in_thread(work: Callable[..., T], /, *given: Any, **named: Any) -> T:
+    """Returns what users' code returns in a thread. StopIteration becomes a RuntimeError, as it does in coroutines:
+    asyncio hands it to nobody, so that who waits would wait for ever."""
+    try:
+        return work(*given, **named)
+    except StopIteration as error:
+        raise RuntimeError(repr(error)) from error
 
 
 def opened(messages: Any) -> list[Message]:

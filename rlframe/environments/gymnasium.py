@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from rlframe.environments.base import number
+from rlframe.environments.base import in_thread, number
 from rlframe.environments.config import EnvironmentConfig
 from rlframe.environments.stepping import InvalidAction, Outcome, Stepping, SteppingConfig
 from rlframe.types.prompt import Prompt
@@ -142,7 +142,7 @@ class Gymnasium(Stepping):
         return {**own, "observation": observation, "info": info, **shown}
 
     async def _do(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, in_thread, work)
 
 
 def from_json(space: Any, value: Any) -> Any:

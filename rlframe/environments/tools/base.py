@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
+from rlframe.environments.base import in_thread
 from rlframe.types.messages import Message
 from rlframe.types.prompt import Prompt
 
@@ -77,7 +78,7 @@ async def result_of(function: Any, arguments: Mapping[str, Any]) -> Any:
     """Returns the result of a function. A plain one runs in a thread, so that other sessions go on."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    return await asyncio.to_thread(function, **arguments)
+    return await asyncio.to_thread(in_thread, function, **arguments)
 
 
 def answer_to(call: Mapping[str, Any], content: str) -> Message:

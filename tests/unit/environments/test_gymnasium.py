@@ -155,6 +155,8 @@ class Echo:
         return {"word": options["word"], "count": 0}, {}
 
     def step(self, action):
+        if action == "stop":
+            next(iter(""))
         seen = {"word": action.upper() if self.loud else action, "count": 1}
         return seen, 0.5, action == "end", False, {"n": len(action), "won": np.bool_(action == "end")}
 
@@ -179,6 +181,19 @@ def test_a_class_of_a_file_needs_no_package(tmp_path: Path) -> None:
     assert steps[0].metrics["won"] == 0.0 and steps[1].metrics["won"] == 1.0
     assert steps[1].done and steps[1].metrics["n"] == 3.0 and steps[1].metrics["return"] == 1.0
     assert target.partition(":")[0] in outside.SOURCES
+
+
+def test_an_environment_that_raises_stop_iteration_fails_at_once(tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(ECHO)
+
+    async def run() -> None:
+        session = made(id=f"{tmp_path}/echo.py:Echo", observation="{word}", options_field="start")
+        await session.reset(prompt("Play.", start={"word": "hello"}), seed=0)
+        with pytest.raises(RuntimeError, match=r"StopIteration\(\)"):
+            await asyncio.wait_for(session.step(said("stop")), 5)
+        await session.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.later

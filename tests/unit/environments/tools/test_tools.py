@@ -61,7 +61,12 @@ def leaves(how: str) -> str:
     Args:
         how: the way
     """
-    raise {"exit": SystemExit(2), "interrupt": KeyboardInterrupt(), "cancel": asyncio.CancelledError()}[how]
+    raise {
+        "exit": SystemExit(2),
+        "interrupt": KeyboardInterrupt(),
+        "cancel": asyncio.CancelledError(),
+        "stop": StopIteration(),
+    }[how]
 
 
 def named(name: str) -> str:
@@ -203,6 +208,13 @@ def test_a_tool_that_would_end_its_process_is_an_answer(file: str) -> None:
     _, (answered,) = session([called(*calls)], tools={"leaves": {"name": f"{file}:leaves"}})
     assert contents(answered) == ["Error: SystemExit: 2", "Error: KeyboardInterrupt: ", "Error: CancelledError: "]
     assert answered.calls == ["failed"] * 3
+
+
+def test_a_tool_that_finds_nothing_with_next_is_an_answer_at_once(file: str) -> None:
+    calls = [("leaves", {"how": "stop"})]
+    _, (answered,) = session([called(*calls)], tools={"leaves": {"name": f"{file}:leaves"}}, call_timeout_s=5)
+    assert contents(answered) == ["Error: RuntimeError: StopIteration()"]
+    assert answered.calls == ["failed"]
 
 
 def test_limits_of_calls_are_told(file: str) -> None:

@@ -43,6 +43,7 @@ ALLOWED = {
     "rlframe/attempts/runner.py:_ended": ENDED,
     "rlframe/attempts/runner.py:news": "asyncio.wait_for around it has a limit",
     "rlframe/attempts/sessions/marks.py:__await__": "of a session, whose limit `_answer` keeps",
+    "rlframe/attempts/sessions/pool.py:_one_more": "of an attempt, whose limit is rollout.attempt_timeout_s",
     "rlframe/attempts/sessions/pool.py:forget": ENDED,
     "rlframe/attempts/sessions/pool.py:try_start": "a process that is not ready in its time has failed to start",
     "rlframe/attempts/sessions/process.py:kill": ENDED,

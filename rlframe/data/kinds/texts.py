@@ -15,6 +15,8 @@ from rlframe.types.supervised import Examples
 
 SHORTEST_TOKENS = 2
 """Least number of tokens of a sequence, because one token predicts nothing."""
+EMPTY = "text is empty"
+"""Reason of leaving a record out."""
 
 
 class TextSource(TrainingSource[Item]):
@@ -27,8 +29,11 @@ class TextSource(TrainingSource[Item]):
 
     @staticmethod
     def understand(record: Record, config: DataConfig) -> Document:
-        """Returns the text."""
-        return Document(record=record, text=text_field(record, (config.prompt_key or "text",), "data.prompt_key"))
+        """Returns the text, which may be empty: corpora have such records among the others."""
+        key = config.prompt_key or "text"
+        if isinstance(text := record.fields.get(key), str) and not text.strip():
+            return Document(record=record, text="")
+        return Document(record=record, text=text_field(record, (key,), "data.prompt_key"))
 
     def make(self, readings: Sequence[Document], channel: int) -> list[Item]:
         """Returns the sequences that the documents are cut to, as `data.text_layout` says."""
@@ -36,12 +41,16 @@ class TextSource(TrainingSource[Item]):
             return super().make(readings, channel)
 
         documents = [document for some in self.spread(self._documents, readings) for document in some]
+        if empty := sum(not len(document) for document in documents):
+            self.dropped[EMPTY] += empty
         joined = np.concatenate(documents) if documents else np.zeros(0, dtype=np.int32)
         # The numbers are part of the ids that shuffling goes by; the fingerprint sees other documents by their tokens.
         return self._cut(joined, f"{self.channels[channel]}:", channel)
 
     def items(self, reading: Document, channel: int) -> list[Item]:
-        """Returns one, or as many as the document is times longer than allowed."""
+        """Returns one, or as many as the document is times longer than allowed; none if it is empty."""
+        if not reading.text:
+            self.dropped[EMPTY] += 1
         return self._cut(self._token_ids(reading), f"{reading.id}:", channel)
 
     def batch(self, items: list[Item]) -> Examples:
@@ -52,6 +61,8 @@ class TextSource(TrainingSource[Item]):
         return [self._token_ids(reading) for reading in readings]
 
     def _token_ids(self, reading: Document) -> np.ndarray:
+        if not reading.text:
+            return np.zeros(0, dtype=np.int32)
         token_ids = document(reading.text, self.tokenizer, config=self.config, where=reading.record.where)
         return np.array(token_ids, dtype=np.int32)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rlframe.data.config import DataConfig
+from rlframe.data.config import DataConfig, TextLayout
 from rlframe.data.kinds import find_source
 from rlframe.data.kinds.preferences import PreferenceSource
 from rlframe.data.kinds.unpaired import UnpairedSource
@@ -69,6 +69,25 @@ def test_an_empty_answer_is_left_out_counted_and_told_once(
     assert len(stream) == 20 and stream.dropped == {f"{stream.unit} has no token to learn": 3}
     (told,) = [line for line in caplog.records if line.levelname == "WARNING"]
     assert "has no token to learn': 3" in told.getMessage()
+
+
+@pytest.mark.parametrize("settings", [{}, {"text_layout": TextLayout.SEPARATE}, {"streaming": True}])
+def test_an_empty_text_among_others_is_left_out_and_counted(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, settings: dict
+) -> None:
+    rows = [{"text": "ab"}, {"text": ""}, {"text": " \n"}, {"text": "cd"}]
+    settings = {"streaming": False, "shuffle": False} | settings
+    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), evaluation_count=0, **settings)
+    stream = find_source("texts")(config, tokenizer=tokenizer, seed=0, max_tokens=3)
+    tokens = [item.parts[0].token_ids.tolist() for item in stream.next(len(stream))]
+    # Each text and its end are a whole sequence.
+    assert tokens == [[*tokenizer(text, add_special_tokens=False)["input_ids"], 0] for text in ("ab", "cd")]
+    assert stream.dropped == {"text is empty": 2}
+
+
+def test_texts_that_are_all_empty_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r"none were made at all; dropped: {'text is empty': 1"):
+        stream_of("texts", write(tmp_path / "a.jsonl", [{"text": ""}]), tokenizer)
 
 
 def test_what_is_held_out_has_something_to_learn_too(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -3,7 +3,7 @@
 from rlframe.data.config import TEMPLATE_SETTINGS, DataConfig
 from rlframe.data.items import Item
 from rlframe.data.records import Record
-from rlframe.data.text.conversations import Conversation, check_unweighted, check_whole, understand
+from rlframe.data.text.conversations import Conversation, check_learnt, check_unweighted, check_whole, understand
 from rlframe.data.text.turns import Encoded, encode_turns
 from rlframe.data.training import TrainingSource, examples_of
 from rlframe.types.supervised import Examples
@@ -31,6 +31,7 @@ class ExampleSource(TrainingSource[Item]):
                 f"{conversation.messages[-1]['role']!r}, in a record with the fields {', '.join(record.fields)}; "
                 "name the field of a response with data.answer_key"
             )
+        check_learnt(conversation, config)
         return conversation
 
     def items(self, reading: Conversation, channel: int) -> list[Item]:

@@ -182,6 +182,21 @@ def check_whole(record: Record, config: DataConfig) -> None:
             )
 
 
+def check_learnt(conversation: Conversation, config: DataConfig) -> None:
+    """Raises DataError if the record has a response of text that is not what its last turn says, and that would be left
+    out of what is learned."""
+    record = conversation.record
+    key = config.answer_key or record.first(OF_MESSAGES)
+    response = record.fields.get(key) if key else None
+    if not isinstance(response, str) or response.strip() in conversation.messages[-1]["content"]:
+        return
+    raise DataError(
+        f"{record.where}: expected one response, found that the conversation ends with the assistant's and that "
+        f"{key!r} says another: {response!r:.60}; remove the last turn or the field"
+        + (", or unset data.answer_key" if config.answer_key else "")
+    )
+
+
 def final_answer(text: str) -> str:
     """Returns the number after a closing `####`, without commas, as GSM8K marks it; any other text as it is.
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from rlframe.data.config import DataConfig
 from rlframe.data.items import Item
 from rlframe.data.kinds.examples import ExampleSource, learnt_turns
+from rlframe.data.kinds.unpaired import UnpairedSource
 from rlframe.data.prompts import PromptSource
 from rlframe.data.records import Record
 from rlframe.data.text.conversations import understand
@@ -225,6 +226,21 @@ def test_a_template_that_opens_a_turn_otherwise_than_it_writes_it_is_refused(
     )
     with pytest.raises(DataError, match=r"s:1: the chat template opens a turn .*at token 4 .*<assistant>Hm: .*>b<"):
         example_of(other, {"prompt": "a", "response": "b"})
+
+
+@pytest.mark.parametrize("kind", [ExampleSource, UnpairedSource])
+@pytest.mark.parametrize(("name", "key"), [("completion", None), ("response", None), ("best", "best")])
+def test_a_response_beside_a_whole_conversation_is_its_last_turn(
+    kind: type[ExampleSource | UnpairedSource], name: str, key: str | None
+) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "so: 5"}]
+    fields = {"messages": turns, "label": True}
+    config = DataConfig(answer_key=key)
+    with pytest.raises(DataError, match=f"s:1: expected one response, .* and that '{name}' says another: '6'"):
+        kind.understand(Record(fields={**fields, name: "6"}, source="s", where="s:1"), config)
+    kind.understand(Record(fields={**fields, name: " 5\n"}, source="s", where="s:1"), config)
+    # An answer to compare with is none to learn.
+    kind.understand(Record(fields={**fields, "answer": "6", name: None}, source="s", where="s:1"), config)
 
 
 def test_a_conversation_must_end_with_the_assistant() -> None:

@@ -47,7 +47,7 @@ class SessionPool:
         self._single: set[Process] = set()
         """Processes of one session each."""
         self._places = asyncio.Semaphore(LONE_PER_WORKER * setup.environment.workers)
-        """How many more there may be."""
+        """Places of further ones."""
         self._processes = [self._start() for _ in range(setup.environment.workers)]
 
     async def open(self, prompt: Prompt, *, seed: int, alone: bool = False) -> "Session":

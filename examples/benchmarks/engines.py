@@ -39,6 +39,7 @@ from rlframe.models.quantized.blocks import EngineFormat
 from rlframe.rollout.base.config import CacheFormat, EngineDtype
 from rlframe.rollout.fleet.group import RolloutGroup
 from rlframe.rollout.fleet.worker import RolloutSetup
+from rlframe.rollout.served.cache import token_bytes
 from rlframe.types.input import ModelInput
 from rlframe.types.packed import Packed
 from rlframe.types.rollout import GenerationRequest, SamplingParams
@@ -249,13 +250,11 @@ def floor_s(arguments: argparse.Namespace, folder: Path, speeds: LinkSpeeds, tfl
     weights = sum(count for name, count in numbers.items() if shape.tie_embeddings or "embed_tokens" not in name)
     layers = sum(count for name, count in numbers.items() if ".layers." in name)
     weight_bytes = 2 * weights - (layers if arguments.quantization is not EngineFormat.NONE else 0)
-    token_bytes = (
-        2 * (2 if arguments.cache is CacheFormat.AUTO else 1) * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    )
+    cached_bytes = token_bytes(shape, tp=1, itemsize=arguments.cache.itemsize(2))
     reads = 2 * speeds.device * 1e9
     prefill = 2 * layers * NUM_REQUESTS * arguments.prompt / (tflops * 1e12)
     steps = range(arguments.prompt, arguments.prompt + RESPONSE_TOKENS)
-    decode = sum(weight_bytes + NUM_REQUESTS * length * token_bytes for length in steps) / reads
+    decode = sum(weight_bytes + NUM_REQUESTS * length * cached_bytes for length in steps) / reads
     total = prefill + decode
     return {
         "prefill": prefill,

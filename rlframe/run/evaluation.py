@@ -41,7 +41,7 @@ def comparing(config: RunConfig) -> list[str]:
 def alone(config: RunConfig) -> list[str]:
     """Returns the names of the sets whose prompts have one attempt each."""
     sets = [name for name, each in config.evaluation.sets.items() if each.samples_per_prompt == 1]
-    return [HELD_OUT] * config.data.holds_out + sets
+    return [*([HELD_OUT] if config.data.holds_out else []), *sets]
 
 
 def caution(config: RunConfig) -> str:

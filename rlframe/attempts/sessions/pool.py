@@ -119,6 +119,7 @@ class SessionPool:
         return process
 
     def _leave_place(self, process: Process) -> None:
+        """Gives the place of a process that has ended to the next session."""
         self._single.discard(process)
         self._places.release()
 

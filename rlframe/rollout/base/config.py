@@ -49,6 +49,10 @@ class CacheFormat(StrEnum):
     FP8 = "fp8"
     """float8_e4m3fn, with the constant scale 1."""
 
+    def itemsize(self, activations: int) -> int:
+        """Returns the bytes of a number of the cache, where one of the activations has as many as given."""
+        return activations if self is CacheFormat.AUTO else 1
+
 
 class CacheAfterSync(StrEnum):
     """Keys and values with which running requests go on after a weight sync."""

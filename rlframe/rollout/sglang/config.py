@@ -119,7 +119,7 @@ class SglangConfig(ServedConfig):
             rule = f"must be auto for {model} on a CPU with rollout.name=sglang"
             yield Fault(key, rule, got=self.cache_format, why="SGLang has kernels for it on GPUs only")
         elif architecture.latent or architecture.sinks or architecture.gated_delta_net:
-            why = "nobody has compared it there with latent attention, sinks or gated delta nets"
+            why = "SGLang's kernels for latent attention, sinks and gated delta nets have not been compared with it"
             yield Fault(
                 key,
                 f"must be auto for {model} with rollout.name=sglang",

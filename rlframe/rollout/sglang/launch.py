@@ -113,7 +113,7 @@ def engine_arguments(
     else:
         options |= {"device": "cpu", "attention_backend": "torch_native"}
     if cache_bytes := config.cache_bytes or (None if cuda else CPU_CACHE_BYTES):
-        itemsize = dtype.itemsize if config.cache_format is CacheFormat.AUTO else 1
+        itemsize = config.cache_format.itemsize(dtype.itemsize)
         tokens = int(cache_bytes / token_bytes(architecture, tp=config.tp, itemsize=itemsize))
         options |= {"max_total_tokens": max(tokens, max_length + ROOM)}
     options |= config.engine_options

@@ -8,7 +8,7 @@ from rlframe.megatron.config.parallel import Parallel
 from rlframe.models.config import ModelConfig
 from rlframe.models.families.base import Architecture
 from rlframe.models.quantized.blocks import SIZE, EngineFormat
-from rlframe.rollout.base.config import CacheFormat, EngineDtype, RolloutConfig
+from rlframe.rollout.base.config import EngineDtype, RolloutConfig
 from rlframe.rollout.base.speculative import SpeculativeMethod
 from rlframe.rollout.served.cache import token_bytes
 from rlframe.rollout.served.config import ServedConfig
@@ -105,7 +105,7 @@ class EngineMemory:
         return self.token_bytes + (self._keys(self.drafter.architecture) if self.drafter else 0.0)
 
     def _keys(self, architecture: Architecture) -> float:
-        itemsize = self.itemsize if self.config.cache_format is CacheFormat.AUTO else 1
+        itemsize = self.config.cache_format.itemsize(self.itemsize)
         return token_bytes(architecture, tp=self.config.devices_per_engine, itemsize=itemsize)
 
     @property
